@@ -46,4 +46,13 @@ struct Frame {
 };
 static_assert(sizeof(Frame) == 64 && std::is_trivially_copyable_v<Frame>);
 
+using PeerId = std::uint32_t;  // index of a node: hosts 0 … n−1, then dedicated servers n … n+k−1
+
+// A frame on its way out. `payload` must stay readable and unchanged until it is sent or its peer is closed.
+struct OutFrame {
+  Frame frame;                         // frame.payload_bytes bytes at `payload` follow it
+  const std::byte* payload = nullptr;
+  void* context = nullptr;             // of whoever made the frame; given back when it has been sent
+};
+
 }  // namespace commlib

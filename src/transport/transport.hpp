@@ -19,15 +19,6 @@
 
 namespace commlib {
 
-using PeerId = std::uint32_t;  // index of a node: hosts 0 … n−1, then dedicated servers n … n+k−1
-
-// A frame on its way out. `payload` must stay readable and unchanged until on_sent or on_closed.
-struct OutFrame {
-  Frame frame;                         // frame.payload_bytes bytes at `payload` follow it
-  const std::byte* payload = nullptr;
-  void* context = nullptr;             // the sink's own, given back in on_sent
-};
-
 class FrameSink {
  public:
   virtual ~FrameSink() = default;
