@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+// The summation server: what an owner does. One in each host's local root (`self` < hosts) and one in each dedicated server.
+// It takes frames and puts frames into an Egress; it knows no transport and no thread.
+//
+// Per (key, round), a *share*: each host says READY once to every owner of at least one piece of the partition. When all
+// have, and agree, slots are reserved and whoever said READY gets GRANT. A PUSH carries exactly one piece. When a piece is
+// there from all contributors it is summed in node order and answered to every host in a RESULT.
+//   kReduce     all hosts contribute.
+//   kBroadcast  host `member` contributes, elements as they are. All others get the pieces. The contributor gets one empty
+//               RESULT (count 0) for each piece as soon as its bytes are no longer needed.
+//   kBarrier    nobody contributes; count is 0; one empty RESULT to each host.
+// EAGER (`whole` partitions only) is READY and PUSH in one, gets no GRANT, and may be mixed with READY of other hosts. Its
+// payload is empty where the host contributes nothing. Its bytes count against a budget per host from when it is sent until
+// the host has a RESULT or FAIL for that key and round.
+//
+// Every READY and EAGER is answered: by a RESULT for each piece this owner has, or by one FAIL (then perhaps after a GRANT
+// and some RESULTs). A host is *through* with a round when it has either from every owner. It may announce the next one
+// only then, and so whatever is incomplete here has failed elsewhere when it does: it is failed here too. A FAIL may
+// therefore reach a host that is through with that round already; it then means only that EAGER bytes are free again.
+// RESULT may overtake GRANT at hosts that contribute nothing; frames of one host may overtake each other on the way here.
+//
+// Payloads of RESULT lie in slots that stay until on_sent. Payloads of the own host are used where they lie; the own host
+// keeps them unchanged until the RESULT for that piece, or a FAIL, has been taken for the own node (`self`) and on_sent.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "base/errc.hpp"
+#include "base/frame.hpp"
+#include "base/log.hpp"
+#include "sched/admission.hpp"
+#include "sched/egress.hpp"
+#include "sched/placement.hpp"
+#include "server/share.hpp"
+#include "server/slot_pool.hpp"
+
+namespace commlib {
+
+struct EngineOptions {
+  PeerId self = 0;
+  std::uint32_t hosts = 0;  // ≥ 2
+  std::uint32_t servers = 0;
+  std::vector<std::uint32_t> ranks_per_host;  // `hosts` numbers, each ≥ 1
+  std::uint64_t budget_bytes = 0;             // slots of granted shares
+  std::uint64_t eager_budget_bytes = 0;       // payload per host; a host that exceeds it is malformed
+  std::uint64_t partition_bytes = 0;          // a multiple of 64 KiB
+};
+
+struct EngineCounters {
+  std::uint64_t received_bytes = 0;  // payloads of PUSH and EAGER from other nodes
+  std::uint64_t sent_bytes = 0;      // payloads of RESULT to other nodes, once sent
+  std::uint64_t shares_granted = 0;  // all that all hosts have announced in agreement
+  std::uint64_t shares_failed = 0;
+  std::uint64_t max_slot_bytes = 0;  // the most memory that slots have held at once
+};
+
+class ServerEngine {
+ public:
+  // `egress` and `log` (may be null) outlive the engine. Throws Error(kConfig).
+  ServerEngine(EngineOptions options, Egress& egress, LogBuffer* log);
+  ~ServerEngine();
+  ServerEngine(const ServerEngine&) = delete;
+  ServerEngine& operator=(const ServerEngine&) = delete;
+
+  // As FrameSink, for the kinds of is_for_owner() and `from` ≠ self: where the payload of a PUSH or EAGER goes, and that it
+  // (or a frame without payload) is here. kInternal: malformed; kOutOfMemory.
+  [[nodiscard]] Errc on_header(PeerId from, const Frame& frame, std::byte** into) noexcept;
+  [[nodiscard]] Errc on_frame(PeerId from, const Frame& frame) noexcept;
+
+  // READY, EAGER or PUSH of the own host; `out.context` is not used. kInternal: a bug of the caller; kOutOfMemory.
+  [[nodiscard]] Errc on_local(const OutFrame& out) noexcept;
+
+  // A GRANT, RESULT or FAIL that next() gave out for `to` has left (for self: has been copied). Others are ignored.
+  void on_sent(PeerId to, const OutFrame& out) noexcept;
+
+  // `peer` has left in order, `member` is its name in FAIL: it announces nothing more. What it has not announced, now and
+  // later, fails with kPeerLost at the hosts that have. Its connection may still be open.
+  void on_peer_left(PeerId peer, std::uint32_t member) noexcept;
+
+  // Nothing more is received from or sent to `peer`: payload addresses given for it and frames queued for it are void.
+  // Unless it has left before, the job is over: from now on every frame is swallowed, nothing is sent, and memory is given
+  // back as soon as no frame in flight needs it.
+  void on_peer_closed(PeerId peer) noexcept;
+
+  [[nodiscard]] EngineCounters counters() const noexcept;
+
+  // For tests and reports: shares that wait for hosts, for budget, for bytes or for frames to be sent; bytes of budget and of
+  // slots in use.
+  [[nodiscard]] std::size_t live_shares() const noexcept { return live_.size(); }
+  [[nodiscard]] std::uint64_t reserved_bytes() const noexcept { return admission_.taken_bytes(); }
+  [[nodiscard]] std::uint64_t slot_bytes() const noexcept { return pool_.used_bytes(); }
+
+ private:
+  // A payload on its way in.
+  struct Incoming {
+    Frame frame;
+    Slot slot;
+  };
+  struct Peer {
+    std::vector<Incoming> incoming;  // at most one for each stream
+    std::uint64_t eager_bytes = 0;
+    std::uint32_t member = 0;
+    bool left = false;
+    bool closed = false;
+  };
+
+  template <typename Body>
+  [[nodiscard]] Errc guard(Body&& body) noexcept;
+  [[nodiscard]] Errc malformed(PeerId from, const Frame& frame, const char* why) const noexcept;
+
+  // Announcements.
+  [[nodiscard]] Errc check_announcement(PeerId from, const Frame& frame) const noexcept;
+  [[nodiscard]] Errc announce(PeerId from, const Frame& frame, Contribution contribution);
+  void fail_older(KeyState& state, PeerId from, std::uint64_t round);
+  [[nodiscard]] bool is_over(const KeyState& state, std::uint64_t round) const noexcept;
+  void refuse(PeerId from, const Frame& frame);
+  void gathered(Share& share);
+  void grant(Share& share);
+  void grant_waiting();
+
+  // Pieces.
+  [[nodiscard]] Errc find_piece(PeerId from, const Frame& frame, SharePiece** piece) noexcept;
+  [[nodiscard]] Errc push(PeerId from, const Frame& frame, Contribution contribution);
+  void arrive(SharePiece& piece, PeerId host, Contribution contribution);
+  void answer(SharePiece& piece);
+  const std::byte* combine(SharePiece& piece) noexcept;
+  void let_go(SharePiece& piece);
+
+  // Ends.
+  void fail(Share& share, Errc code, std::uint32_t member);
+  void forget(Share& share) noexcept;
+  void retire(Share& share) noexcept;
+  void end_job() noexcept;
+  void settle_eager(Share& share, PeerId host) noexcept;
+  void send(PeerId to, FrameKind kind, const Share& share, Errc code = Errc::kOk, std::uint32_t member = 0);
+  void send_result(PeerId to, SharePiece& piece, const std::byte* payload);
+
+  [[nodiscard]] Contribution& contribution(SharePiece& piece, PeerId host) noexcept;
+  [[nodiscard]] Share& make_share(KeyState& state, const Frame& frame);
+  [[nodiscard]] static Share* find_share(const KeyState& state, std::uint64_t round) noexcept;
+
+  EngineOptions options_;
+  Placement placement_;
+  Egress& egress_;
+  LogBuffer* log_;
+  SlotPool pool_;  // before all that holds slots
+  Admission<Share> admission_;
+  std::vector<Peer> peers_;
+  std::unordered_map<std::uint64_t, KeyState> keys_;
+  std::vector<std::unique_ptr<Share>> live_;
+  std::vector<std::unique_ptr<Share>> spare_;  // to be used again: their vectors keep their capacity
+  std::vector<const void*> sources_;           // scratch of combine()
+  std::vector<Piece> cut_;                     // scratch of gathered()
+  EngineCounters counters_;
+  bool over_ = false;
+  Errc broken_ = Errc::kOk;  // kOutOfMemory: nothing works any more
+};
+
+}  // namespace commlib
