@@ -19,6 +19,7 @@ enum class FrameKind : std::uint8_t {
   kAbort = 7,   // anybody → anybody: a member is lost; the job is over
   kBeat = 8,    // "I live"
   kBye = 9,     // nothing follows on this stream; end of file after it is not a failure
+  kLeft = 10,   // host → everybody: one of my ranks (`member`) has left, I announce nothing more
 };
 
 // Which collective a READY announces.

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "loops/slices.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "memory/remote.hpp"
+#include "reduce/reduce.hpp"
+
+namespace commlib {
+
+namespace {
+
+constexpr std::size_t kBlockBytes = 64 * 1024;      // of the tensor: inputs and output of a block together fit in L2
+constexpr std::size_t kWholeSliceBytes = 64 * 1024;  // below, one rank does all: cheaper than waking another
+
+struct Range {
+  std::uint64_t begin;  // elements of the partition
+  std::uint64_t end;
+};
+
+Range range_of(const PartTask& task, std::uint32_t slice) noexcept {
+  const std::uint64_t unit = 64 / item_bytes(task.operation->dtype);  // slices meet at cache lines
+  const std::uint64_t units = (task.count + unit - 1) / unit;
+  const auto bound = [&](std::uint64_t s) { return std::min(units * s / task.slice_count * unit, task.count); };
+  return {bound(slice), slice + 1 == task.slice_count ? task.count : bound(slice + 1)};
+}
+
+// Memory for the inputs that have to be fetched through the kernel; one set a thread, kept for the next slice.
+std::byte* scratch(std::size_t index) noexcept {
+  thread_local std::vector<std::unique_ptr<std::byte[]>> blocks;
+  while (blocks.size() <= index) blocks.push_back(std::make_unique_for_overwrite<std::byte[]>(kBlockBytes));
+  return blocks[index].get();
+}
+
+// Address in this process of a place of rank `rank`, or nullptr if it must be fetched through the kernel.
+std::byte* address_of(const LocalContext& context, std::uint32_t rank, Place place) noexcept {
+  if (!place.is_address()) return context.arena_bases[place.arena()] + place.offset();
+  return rank == context.local_rank ? reinterpret_cast<std::byte*>(place.offset()) : nullptr;
+}
+
+// Those who put something in, in local rank order.
+class Sources {
+ public:
+  Sources(const LocalContext& context, const PartTask& task) noexcept : context_(context), item_(item_bytes(task.operation->dtype)) {
+    const bool is_broadcast = task.operation->collective == Collective::kBroadcast;
+    const auto root = static_cast<std::uint32_t>(context.local_root_of(*task.operation));
+    for (std::uint32_t rank = is_broadcast ? root : 0; rank < (is_broadcast ? root + 1 : context.local_size); ++rank) {
+      const Place place = Place::from_bits(task.row.entry(rank).input.load(std::memory_order_relaxed));
+      bases_[count_] = address_of(context, rank, place);
+      addresses_[count_] = place.offset();
+      ranks_[count_++] = rank;
+    }
+  }
+
+  // Pointers to elements [begin, begin + count) of all sources, fetched if need be.
+  [[nodiscard]] Errc block(std::uint64_t begin, std::uint64_t count, const void** pointers) const noexcept {
+    for (std::size_t i = 0; i < count_; ++i) {
+      if (bases_[i] != nullptr) {
+        pointers[i] = bases_[i] + begin * item_;
+        continue;
+      }
+      std::byte* block = scratch(i);
+      const Errc code = remote_read(context_.pids[ranks_[i]], block, addresses_[i] + begin * item_, count * item_);
+      if (code != Errc::kOk) return code;
+      pointers[i] = block;
+    }
+    return Errc::kOk;
+  }
+  [[nodiscard]] std::size_t count() const noexcept { return count_; }
+
+ private:
+  const LocalContext& context_;
+  std::size_t item_;
+  std::size_t count_ = 0;
+  std::array<std::byte*, kMaxLocalRanks> bases_;
+  std::array<std::uint64_t, kMaxLocalRanks> addresses_;
+  std::array<std::uint32_t, kMaxLocalRanks> ranks_;
+};
+
+}  // namespace
+
+std::uint32_t slice_count_of(std::size_t bytes, std::uint32_t local_size) noexcept {
+  return bytes < kWholeSliceBytes ? 1 : local_size;
+}
+
+Errc sum_slice(const LocalContext& context, const PartTask& task, std::uint32_t slice) noexcept {
+  const Operation& operation = *task.operation;
+  const std::size_t item = item_bytes(operation.dtype);
+  const Sources sources(context, task);
+  const auto output_of = [&](std::uint32_t rank) {
+    return address_of(context, rank, Place::from_bits(task.row.entry(rank).output.load(std::memory_order_relaxed)));
+  };
+  std::byte* const mine = output_of(context.local_rank);
+  const Range range = range_of(task, slice);
+  std::array<const void*, kMaxLocalRanks> pointers;
+  for (std::uint64_t begin = range.begin; begin < range.end; begin += kBlockBytes / item) {
+    if (context.table.aborted()) return Errc::kPeerLost;
+    const std::uint64_t count = std::min<std::uint64_t>(kBlockBytes / item, range.end - begin);
+    const Errc code = sources.block(begin, count, pointers.data());
+    if (code != Errc::kOk) return code;
+    std::byte* const to = mine + begin * item;
+    if (operation.collective == Collective::kBroadcast) {
+      if (to != pointers[0]) std::memcpy(to, pointers[0], count * item);
+    } else {
+      reduce_local(operation.dtype, operation.op, to, pointers.data(), sources.count(), count);
+    }
+    for (std::uint32_t rank = 0; rank < context.local_size; ++rank) {
+      std::byte* const other = rank == context.local_rank ? nullptr : output_of(rank);
+      if (other != nullptr && other + begin * item != pointers[0]) std::memcpy(other + begin * item, to, count * item);
+    }
+  }
+  return Errc::kOk;
+}
+
+Errc reduce_slice(const LocalContext& context, const PartTask& task, std::uint32_t slice) noexcept {
+  const Operation& operation = *task.operation;
+  const std::size_t item = item_bytes(operation.dtype);
+  const std::size_t wire_item = item_bytes(wire_dtype(operation.dtype, operation.op));
+  const Sources sources(context, task);
+  const Place place = Place::from_bits(task.row.head().partial.load(std::memory_order_acquire));
+  std::byte* const partial = context.arena_bases[place.arena()] + place.offset();
+  const Range range = range_of(task, slice);
+  std::array<const void*, kMaxLocalRanks> pointers;
+  for (std::uint64_t begin = range.begin; begin < range.end; begin += kBlockBytes / item) {
+    if (context.table.aborted()) return Errc::kPeerLost;
+    const std::uint64_t count = std::min<std::uint64_t>(kBlockBytes / item, range.end - begin);
+    const Errc code = sources.block(begin, count, pointers.data());
+    if (code != Errc::kOk) return code;
+    if (operation.collective == Collective::kBroadcast) {
+      std::memcpy(partial + begin * item, pointers[0], count * item);
+    } else {
+      reduce_host(operation.dtype, operation.op, partial + begin * wire_item, pointers.data(), sources.count(), count);
+    }
+  }
+  return Errc::kOk;
+}
+
+Errc collect_slice(const LocalContext& context, const PartTask& task, std::uint32_t slice) noexcept {
+  const std::uint32_t rank = task.row.executor(slice);
+  const Place place = Place::from_bits(task.row.entry(rank).output.load(std::memory_order_relaxed));
+  const std::size_t item = item_bytes(task.operation->dtype);
+  const Range range = range_of(task, slice);
+  const std::size_t offset = range.begin * item;
+  const std::size_t bytes = (range.end - range.begin) * item;
+  if (bytes == 0) return Errc::kOk;
+  if (const std::byte* from = address_of(context, rank, place); from != nullptr) {
+    std::memcpy(task.output() + offset, from + offset, bytes);
+    return Errc::kOk;
+  }
+  return remote_read(context.pids[rank], task.output() + offset, place.offset() + offset, bytes);
+}
+
+}  // namespace commlib

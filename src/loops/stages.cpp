@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstring>
+
+#include "loops/plan.hpp"
+#include "loops/slices.hpp"
+
+namespace commlib {
+
+namespace {
+
+Row& row_of(PartTask& task) noexcept { return task.row; }
+std::uint64_t round_of(const PartTask& task) noexcept { return task.operation->round; }
+RowEntry& my_entry(const LocalContext& context, const PartTask& task) noexcept { return task.row.entry(context.local_rank); }
+
+void announce_to_others(const LocalContext& context, const PartTask& task) noexcept {
+  context.table.announce_all(task.row_index, context.local_rank);
+}
+
+// The first rank that has left without arriving, or −1.
+int missing_and_gone(const LocalContext& context, const PartTask& task) noexcept {
+  for (std::uint32_t rank = 0; rank < context.local_size; ++rank) {
+    if (context.table.has_left(rank) && task.row.entry(rank).round.load(std::memory_order_acquire) < round_of(task)) {
+      return static_cast<int>(rank);
+    }
+  }
+  return -1;
+}
+
+// One host: all have arrived and agree, or the round fails for all.
+Errc meet(LocalContext& context, PartTask& task) noexcept {
+  const std::uint64_t round = round_of(task);
+  if (!task.row.all_arrived(round)) {
+    if (const int gone = missing_and_gone(context, task); gone >= 0) {
+      task.row.fail(round, {Errc::kPeerLost, context.global_ranks[static_cast<std::uint32_t>(gone)]});
+      announce_to_others(context, task);
+    }
+    return Errc::kAgain;
+  }
+  if (task.row.agrees(round, task.operation->hash, task.slice_count)) return Errc::kOk;
+  task.row.fail(round, {Errc::kMismatch, Failure::kNobody});
+  announce_to_others(context, task);
+  return Errc::kAgain;
+}
+
+// Several hosts: the local root says so to the exchange, the others go on.
+Errc announce(LocalContext& context, PartTask& task) noexcept {
+  if (!context.is_local_root()) return Errc::kOk;
+  const std::uint64_t round = round_of(task);
+  if (task.row.all_arrived(round)) {
+    const bool agree = task.row.agrees(round, task.operation->hash, task.slice_count);
+    task.in_exchange.store(true, std::memory_order_relaxed);  // the door's inbox publishes it
+    context.exchange->announce(task, agree);
+    return Errc::kOk;
+  }
+  if (const int gone = missing_and_gone(context, task); gone >= 0) {
+    const std::uint32_t member = context.global_ranks[static_cast<std::uint32_t>(gone)];
+    context.exchange->leave(member);
+    task.row.fail(round, {Errc::kPeerLost, member});
+    announce_to_others(context, task);
+  }
+  return Errc::kAgain;
+}
+
+// Rows that need staging wait for the local root's grant; all others pass.
+Errc admit(LocalContext& context, PartTask& task) noexcept {
+  const std::uint64_t round = round_of(task);
+  if (task.row.all_staged(round)) return Errc::kOk;
+  if (context.is_local_root() && !task.admission_asked) {
+    task.admission_asked = true;
+    context.admission->ask(task.row_index, round, task.bytes() * context.local_size, task.operation->priority);
+  }
+  return task.row.head().granted.load(std::memory_order_acquire) >= round ? Errc::kOk : Errc::kAgain;
+}
+
+Errc await_grant(LocalContext&, PartTask& task) noexcept {
+  return task.row.head().granted.load(std::memory_order_acquire) >= round_of(task) ? Errc::kOk : Errc::kAgain;
+}
+
+// An input that the others cannot reach is copied to where they can.
+Errc stage_in(LocalContext& context, PartTask& task) noexcept {
+  RowEntry& mine = my_entry(context, task);
+  if (mine.staged.load(std::memory_order_relaxed) >= round_of(task)) return Errc::kOk;
+  const std::uint64_t offset = context.arena.allocate(task.bytes());
+  if (offset == Arena::kNoSpace) {
+    task.row.fail(round_of(task), {Errc::kOutOfMemory, context.global_ranks[context.local_rank]});
+    announce_to_others(context, task);
+    return Errc::kAgain;
+  }
+  task.staging = offset;
+  std::memcpy(context.arena_bases[context.local_rank] + offset, task.input(), task.bytes());
+  const std::uint64_t place = Place::in_arena(context.local_rank, offset).bits();
+  mine.input.store(place, std::memory_order_relaxed);
+  mine.output.store(place, std::memory_order_relaxed);
+  if (row_of(task).finish_staging(round_of(task), context.local_rank)) announce_to_others(context, task);
+  return Errc::kOk;
+}
+
+// A slice once claimed is nobody else's: if it cannot be done the job is over. A neighbour that is gone is found, and named,
+// by the watch; anything else is ours to tell.
+Errc lost_slice(const LocalContext& context, Errc code) noexcept {
+  if (code != Errc::kPeerLost) context.table.abort(context.global_ranks[context.local_rank], Cause::kInternal);
+  return Errc::kAgain;
+}
+
+// Do slices as long as there are any to take.
+template <auto kDoSlice>
+Errc do_slices(LocalContext& context, PartTask& task) noexcept {
+  const std::uint64_t round = round_of(task);
+  if (!task.row.all_staged(round)) return Errc::kAgain;
+  for (int slice; (slice = task.row.claim(round, context.local_rank, task.slice_count)) >= 0;) {
+    const auto index = static_cast<std::uint32_t>(slice);
+    const Errc code = kDoSlice(context, task, index);
+    if (code != Errc::kOk) return lost_slice(context, code);
+    if (task.row.finish_slice(round, index, context.local_rank, task.slice_count)) announce_to_others(context, task);
+  }
+  return task.row.all_done(round, task.slice_count) ? Errc::kOk : Errc::kAgain;
+}
+
+// Fetch what others have done into an output that only this process can write.
+Errc collect(LocalContext& context, PartTask& task) noexcept {
+  RowEntry& mine = my_entry(context, task);
+  if (mine.copied.load(std::memory_order_relaxed) >= round_of(task)) return Errc::kOk;
+  for (std::uint32_t slice = 0; slice < task.slice_count; ++slice) {
+    if (task.row.executor(slice) == context.local_rank) continue;
+    if (context.table.aborted()) return Errc::kAgain;
+    if (const Errc code = collect_slice(context, task, slice); code != Errc::kOk) return lost_slice(context, code);
+  }
+  if (task.row.finish_copying(round_of(task), context.local_rank)) announce_to_others(context, task);
+  return Errc::kOk;
+}
+
+// Nobody completes while another may still read his output.
+Errc let_go(LocalContext&, PartTask& task) noexcept {
+  return task.row.all_copied(round_of(task)) ? Errc::kOk : Errc::kAgain;
+}
+
+Errc stage_out(LocalContext& context, PartTask& task) noexcept {
+  if (task.staging != Arena::kNoSpace) {
+    std::memcpy(task.output(), context.arena_bases[context.local_rank] + task.staging, task.bytes());
+  }
+  return Errc::kOk;
+}
+
+Errc contribute(LocalContext& context, PartTask& task) noexcept {
+  if (context.is_local_root()) context.exchange->contribute(task);
+  return Errc::kOk;
+}
+
+Errc local_broadcast(LocalContext& context, PartTask& task) noexcept {
+  const RowHead& head = task.row.head();
+  if (head.exchanged.load(std::memory_order_acquire) < round_of(task)) return Errc::kAgain;
+  const Operation& operation = *task.operation;
+  const Place place = Place::from_bits(head.result.load(std::memory_order_relaxed));
+  const std::byte* const result = context.arena_bases[place.arena()] + place.offset();
+  const bool is_root = operation.collective == Collective::kBroadcast && operation.root == context.global_ranks[context.local_rank];
+  const bool has_it = is_root && operation.input == operation.output;
+  if (!has_it && task.bytes() != 0) std::memcpy(task.output(), result, task.bytes());
+  if (row_of(task).finish_copying(round_of(task), context.local_rank)) context.table.announce(task.row_index, 0);
+  return Errc::kOk;
+}
+
+// The local root gives the host's partial and result back when every rank has its copy.
+Errc release(LocalContext& context, PartTask& task) noexcept {
+  if (!context.is_local_root()) return Errc::kOk;
+  if (!task.row.all_copied(round_of(task))) return Errc::kAgain;
+  const Place partial = Place::from_bits(task.row.head().partial.load(std::memory_order_relaxed));
+  const Place result = Place::from_bits(task.row.head().result.load(std::memory_order_relaxed));
+  if (!partial.is_nowhere()) context.arena.free(partial.offset());
+  if (result.bits() != partial.bits()) context.arena.free(result.offset());
+  return Errc::kOk;
+}
+
+constexpr Stage kOneHost[] = {meet, admit, stage_in, do_slices<sum_slice>, collect, let_go, stage_out};
+constexpr Stage kHosts[] = {announce, await_grant, stage_in, do_slices<reduce_slice>, contribute, local_broadcast, release};
+constexpr Stage kReceive[] = {announce, local_broadcast, release};
+
+// Has the task failed, seen from the outside of its stages?
+Failure failure_of(const LocalContext& context, const PartTask& task) noexcept {
+  // What the exchange holds fails through the exchange, when it has let go of the memory.
+  if (task.in_exchange.load(std::memory_order_acquire)) return {};
+  if (context.table.aborted()) return {Errc::kPeerLost, context.table.aborted_member()};
+  if (const Failure failure = task.row.failure(round_of(task)); failure.code != Errc::kOk) return failure;
+  // Another part has failed: this one will never be complete if the ranks do not even agree about it. A part for which
+  // all have arrived and agree runs to its end.
+  const std::uint64_t word = task.operation->first_failure.load(std::memory_order_acquire);
+  if (word == 0 || (task.row.all_arrived(round_of(task)) &&
+                    task.row.agrees(round_of(task), task.operation->hash, task.slice_count))) {
+    return {};
+  }
+  return {static_cast<Errc>(word >> 32), static_cast<std::uint32_t>(word)};
+}
+
+void finish(LocalContext& context, PartTask& task, Failure failure) noexcept {
+  task.finished = true;
+  if (task.staging != Arena::kNoSpace) context.arena.free(task.staging);
+  context.staged_bytes.fetch_sub(task.staging_charge, std::memory_order_relaxed);
+  if (task.admission_asked) context.admission->give_back(task.bytes() * context.local_size);
+  if (failure.code != Errc::kOk && failure.code != Errc::kPeerLost) {
+    // Its other parts have to look at themselves; each has its own holder.
+    Operation& operation = *task.operation;
+    operation.note_failure(failure);
+    for (std::uint32_t part = 0; part < operation.part_count; ++part) {
+      if (&operation.parts[part] != &task) context.table.announce(operation.parts[part].row_index, context.local_rank);
+    }
+  }
+  context.tasks.remove(task);
+  finish_part(task, failure, context.finished);
+}
+
+}  // namespace
+
+Plan plan_for(const LocalContext& context, const Operation& operation) noexcept {
+  if (!context.several_hosts) return kOneHost;
+  return context.contributes(operation) ? Plan(kHosts) : Plan(kReceive);
+}
+
+bool progress(LocalContext& context, PartTask& task) noexcept {
+  const Plan plan = plan_for(context, *task.operation);
+  bool looked_for_failure = false;
+  Failure failure;
+  while (task.stage < plan.size()) {
+    if (plan[task.stage](context, task) == Errc::kOk) {
+      ++task.stage;
+      continue;
+    }
+    // Success first: a failure word may speak of a later round, in which case this round is over and the stage, tried once
+    // more, says so.
+    if (looked_for_failure) {
+      finish(context, task, failure);
+      return true;
+    }
+    failure = failure_of(context, task);
+    if (failure.code == Errc::kOk) return false;
+    looked_for_failure = true;
+  }
+  finish(context, task, {});
+  return true;
+}
+
+}  // namespace commlib
