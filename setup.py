@@ -24,13 +24,14 @@ from setuptools.command.build_py import build_py
 
 COMPILE_JOBS = 2
 COMPILE_ARGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread", "-Werror=return-type"]
+CYTHON_DIRECTIVES = {"language_level": "3", "autotestdict": False}
 EXPORTS = "src/exports.map"
 LINK_ARGS = ["-pthread", f"-Wl,--version-script={EXPORTS}"]
 C_HEADER = "src/commlib/commlib.h"
 
 # A free-threaded Python has no stable ABI yet; there the module is built for that one version.
 LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
-LIMITED_API_MACROS = [("Py_LIMITED_API", "0x030B0000")] if LIMITED_API else []
+LIMITED_API_MACROS: list[tuple[str, str | None]] = [("Py_LIMITED_API", "0x030B0000")] if LIMITED_API else []
 
 
 def found(*patterns: str) -> list[str]:
@@ -68,8 +69,9 @@ class BuildCore(build_ext):
     def finalize_options(self) -> None:
         super().finalize_options()
         self.cython_c_in_temp = True
+        self.cython_directives = CYTHON_DIRECTIVES
         surroundings = [os.environ.get(name, "") for name in ("CC", "CXX", "CFLAGS", "CXXFLAGS", "CPPFLAGS")]
-        flags = repr([COMPILE_ARGS, LIMITED_API_MACROS, sys.version, sys.base_prefix, surroundings])
+        flags = repr([COMPILE_ARGS, CYTHON_DIRECTIVES, LIMITED_API_MACROS, sys.version, sys.base_prefix, surroundings])
         self.build_temp = os.path.join("build", "objects-" + hashlib.sha256(flags.encode()).hexdigest()[:12])
 
     def build_extension(self, ext: Extension) -> None:
