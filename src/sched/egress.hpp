@@ -61,8 +61,8 @@ class Egress {
 
   std::function<void(PeerId)> notify_;
   std::vector<Peer> peers_;
-  std::vector<OutFrame> frames_;      // the heaps hold indices, which are cheap to move
-  std::vector<std::uint32_t> free_;   // unused indices of frames_; its capacity is never below frames_.size()
+  std::vector<OutFrame> frames_;     // the heaps hold indices, which are cheap to move
+  std::vector<std::uint32_t> free_;  // unused indices of frames_; its capacity is never below frames_.size()
   std::uint64_t sequence_ = 0;
 };
 

@@ -31,6 +31,8 @@ void check_partition_bytes(std::uint64_t partition_bytes);
 // declared_key << 16 | part; throws Error(kUnsupported) where one of them is too large.
 [[nodiscard]] std::uint64_t make_key(std::uint64_t declared_key, std::uint32_t part);
 [[nodiscard]] constexpr std::uint64_t declared_key_of(std::uint64_t key) noexcept { return key >> 16; }
-[[nodiscard]] constexpr std::uint32_t part_of(std::uint64_t key) noexcept { return static_cast<std::uint32_t>(key & 0xFFFF); }
+[[nodiscard]] constexpr std::uint32_t part_of(std::uint64_t key) noexcept {
+  return static_cast<std::uint32_t>(key & 0xFFFF);
+}
 
 }  // namespace commlib

@@ -24,8 +24,7 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
-#include <unordered_map>
+#include <optional>
 #include <vector>
 
 #include "base/errc.hpp"
@@ -35,6 +34,7 @@
 #include "sched/egress.hpp"
 #include "sched/placement.hpp"
 #include "server/share.hpp"
+#include "server/share_table.hpp"
 #include "server/slot_pool.hpp"
 
 namespace commlib {
@@ -89,7 +89,7 @@ class ServerEngine {
 
   // For tests and reports: shares that wait for hosts, for budget, for bytes or for frames to be sent; bytes of budget and of
   // slots in use.
-  [[nodiscard]] std::size_t live_shares() const noexcept { return live_.size(); }
+  [[nodiscard]] std::size_t live_shares() const noexcept { return shares_.size(); }
   [[nodiscard]] std::uint64_t reserved_bytes() const noexcept { return admission_.taken_bytes(); }
   [[nodiscard]] std::uint64_t slot_bytes() const noexcept { return pool_.used_bytes(); }
 
@@ -111,11 +111,16 @@ class ServerEngine {
   [[nodiscard]] Errc guard(Body&& body) noexcept;
   [[nodiscard]] Errc malformed(PeerId from, const Frame& frame, const char* why) const noexcept;
 
+  // Frames on their way in.
+  [[nodiscard]] Errc check_sender(PeerId from, const Frame& frame) const noexcept;
+  [[nodiscard]] Errc begin_payload(PeerId from, const Frame& frame, std::byte** into);
+  [[nodiscard]] Errc take_payload(PeerId from, const Frame& frame, Slot* slot) noexcept;
+  [[nodiscard]] Errc dispatch(PeerId from, const Frame& frame, Contribution contribution);
+
   // Announcements.
   [[nodiscard]] Errc check_announcement(PeerId from, const Frame& frame) const noexcept;
   [[nodiscard]] Errc announce(PeerId from, const Frame& frame, Contribution contribution);
-  void fail_older(KeyState& state, PeerId from, std::uint64_t round);
-  [[nodiscard]] bool is_over(const KeyState& state, std::uint64_t round) const noexcept;
+  void fail_older(const KeyState& state, PeerId from, std::uint64_t round);
   void refuse(PeerId from, const Frame& frame);
   void gathered(Share& share);
   void grant(Share& share);
@@ -123,24 +128,20 @@ class ServerEngine {
 
   // Pieces.
   [[nodiscard]] Errc find_piece(PeerId from, const Frame& frame, SharePiece** piece) noexcept;
-  [[nodiscard]] Errc push(PeerId from, const Frame& frame, Contribution contribution);
-  void arrive(SharePiece& piece, PeerId host, Contribution contribution);
+  [[nodiscard]] Contribution& contribution(const SharePiece& piece, PeerId host) const noexcept;
   void answer(SharePiece& piece);
-  const std::byte* combine(SharePiece& piece) noexcept;
+  [[nodiscard]] const std::byte* combine(SharePiece& piece) noexcept;
+  void sent(SharePiece& piece, PeerId to);
   void let_go(SharePiece& piece);
 
   // Ends.
   void fail(Share& share, Errc code, std::uint32_t member);
-  void forget(Share& share) noexcept;
+  void stop(Share& share) noexcept;
   void retire(Share& share) noexcept;
   void end_job() noexcept;
+  [[nodiscard]] bool needs_bytes_of(const Share& share, PeerId host) const noexcept;
   void settle_eager(Share& share, PeerId host) noexcept;
-  void send(PeerId to, FrameKind kind, const Share& share, Errc code = Errc::kOk, std::uint32_t member = 0);
-  void send_result(PeerId to, SharePiece& piece, const std::byte* payload);
-
-  [[nodiscard]] Contribution& contribution(SharePiece& piece, PeerId host) noexcept;
-  [[nodiscard]] Share& make_share(KeyState& state, const Frame& frame);
-  [[nodiscard]] static Share* find_share(const KeyState& state, std::uint64_t round) noexcept;
+  void send_failure(PeerId to, const Frame& terms, Errc code, std::uint32_t member);
 
   EngineOptions options_;
   Placement placement_;
@@ -149,14 +150,13 @@ class ServerEngine {
   SlotPool pool_;  // before all that holds slots
   Admission<Share> admission_;
   std::vector<Peer> peers_;
-  std::unordered_map<std::uint64_t, KeyState> keys_;
-  std::vector<std::unique_ptr<Share>> live_;
-  std::vector<std::unique_ptr<Share>> spare_;  // to be used again: their vectors keep their capacity
-  std::vector<const void*> sources_;           // scratch of combine()
-  std::vector<Piece> cut_;                     // scratch of gathered()
+  ShareTable shares_;
+  std::vector<const void*> sources_;  // scratch of combine(); one for each host
+  std::vector<Piece> cut_;            // scratch of gathered()
   EngineCounters counters_;
-  bool over_ = false;
-  Errc broken_ = Errc::kOk;  // kOutOfMemory: nothing works any more
+  std::optional<std::uint32_t> leaver_;  // the first host that left, as FAIL names it
+  bool over_ = false;                    // the job is
+  bool out_of_memory_ = false;           // that is why
 };
 
 }  // namespace commlib

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/errc.hpp"
 #include "base/frame.hpp"
 #include "memory/buffer_view.hpp"
 #include "sched/placement.hpp"
@@ -50,41 +51,35 @@ struct KeyState;
 
 struct Share {
   KeyState* key_state = nullptr;
-  std::uint64_t key = 0;
-  std::uint64_t round = 0;
   SharePhase phase = SharePhase::kGathering;
-  Frame terms;                        // the first announcement; the others must say the same
-  bool disagree = false;              // they do not
+  Frame terms;            // the first announcement; the others must say the same
+  bool disagree = false;  // they do not
   bool failed = false;
   bool fail_contributor_late = false;  // its FAIL waits until its bytes are no longer in use
-  std::uint8_t fail_code = 0;          // of that FAIL
+  Errc fail_code = Errc::kOk;          // what FAIL says
   std::uint32_t fail_member = 0;
-  std::int32_t priority = 0;           // the highest of all hosts
-  std::uint32_t announced = 0;         // hosts
-  std::uint32_t open_pieces = 0;       // not yet answered
-  std::uint32_t unsent = 0;            // RESULTs on their way out, over all pieces
-  std::uint64_t reserved_bytes = 0;
-  std::size_t live_index = 0;          // the engine's
+  std::int32_t priority = INT32_MIN;  // the highest of all hosts
+  std::uint32_t announced = 0;        // hosts that have
+  std::uint32_t open_pieces = 0;      // not yet answered
+  std::uint32_t unsent = 0;           // RESULTs on their way out, over all pieces
+  std::uint64_t reserved_bytes = 0;   // of the budget, taken or waited for
+  std::size_t live_index = 0;         // its place among the engine's shares
   std::vector<ShareHost> hosts;
-  std::vector<SharePiece> pieces;             // mine, in order; known once all hosts agree. Its elements never move then
-  std::vector<Contribution> contributions;    // [piece × hosts + host]; before: [host], for EAGER
-};
-
-// What is remembered of a key for ever.
-struct KeyState {
-  std::uint64_t heard_round = 0;  // the latest that all hosts have announced here
-  std::uint64_t failed_round = 0; // the latest that failed here after a GRANT; PUSHes for it may still arrive
-  std::vector<Share*> shares;     // all but the draining ones; rarely more than two
+  std::vector<SharePiece> pieces;           // mine, in order; known once all hosts agree, and never moved then
+  std::vector<Contribution> contributions;  // [piece × hosts + host]; before: [host], for EAGER
 };
 
 // What is wrong with a READY or EAGER taken by itself, as text; nullptr if it makes sense.
-[[nodiscard]] const char* fault_of_announcement(const Frame& frame, std::uint32_t hosts, std::uint64_t partition_bytes) noexcept;
+[[nodiscard]] const char* fault_of_announcement(const Frame& frame, std::uint32_t hosts,
+                                                std::uint64_t partition_bytes) noexcept;
 
 // For announcements without fault ---------------------------------------------------------------------------------------
 
 // Whether two hosts mean the same operation.
 [[nodiscard]] bool is_same_operation(const Frame& a, const Frame& b) noexcept;
+// Whether `host` pushes, and how much it sends with an EAGER.
 [[nodiscard]] bool contributes(const Frame& terms, PeerId host) noexcept;
+[[nodiscard]] std::uint64_t eager_bytes(const Frame& terms, PeerId host) noexcept;
 // Bytes of an element as it is pushed, and as it comes back.
 [[nodiscard]] std::size_t push_item_bytes(const Frame& terms) noexcept;
 [[nodiscard]] std::size_t result_item_bytes(const Frame& terms) noexcept;

@@ -56,7 +56,7 @@ class SlotPool {
   // A block for `bytes` in 1 … kMaxBytes, its contents undefined; an empty Slot if there is no memory.
   [[nodiscard]] Slot take(std::size_t bytes) noexcept;
 
-  [[nodiscard]] std::uint64_t used_bytes() const noexcept { return used_bytes_; }      // in Slots now
+  [[nodiscard]] std::uint64_t used_bytes() const noexcept { return used_bytes_; }  // in Slots now
   [[nodiscard]] std::uint64_t max_used_bytes() const noexcept { return max_used_bytes_; }
   [[nodiscard]] std::uint64_t cached_bytes() const noexcept { return cached_bytes_; }  // free for the next take
 
