@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // A budget in bytes and those who wait for it, highest priority first, first come first served among equals.
 //
-// Strictly in that order: what does not fit blocks those behind it, else a large one could be overtaken for ever. Nobody can
-// wait for ever as long as whatever has been admitted ends without a further admission. What is larger than the whole
-// budget is admitted when nothing else is.
+// Strictly in that order: what does not fit blocks those behind it, else a large one could be overtaken for ever.
+// Nobody can wait for ever as long as whatever has been admitted ends without a further admission. What is larger than
+// the whole budget is admitted when nothing else is.
 //
 // Owned by one loop and used on its thread only.
 #pragma once

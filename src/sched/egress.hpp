@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The scheduled queue: everything that leaves this process, by peer. Transports take from it at the last moment, so a late
-// frame of high priority overtakes all that is not yet on the wire.
+// The scheduled queue: everything that leaves this process, by peer. Transports take from it at the last moment, so a
+// late frame of high priority overtakes all that is not yet on the wire.
 //
-// Steering frames (READY, GRANT, FAIL, ABORT, BEAT, BYE) leave first, in order. Data frames (PUSH, EAGER, RESULT) leave by
-// priority, the highest first, in order among equals. The own node is a peer like any other: what is queued for it is taken
-// by whoever hands frames to the host side of this process.
+// Steering frames (READY, GRANT, FAIL, ABORT, BEAT, BYE) leave first, in order. Data frames (PUSH, EAGER, RESULT) leave
+// by priority, the highest first, in order among equals. The own node is a peer like any other: what is queued for it
+// is taken by whoever hands frames to the host side of this process.
 //
 // Owned by one loop and used on its thread only. Nothing here blocks. Payloads belong to whoever pushed the frame.
 #pragma once
@@ -23,8 +23,8 @@ class Egress {
   // For peers 0 … peers−1.
   explicit Egress(std::size_t peers);
 
-  // `notify(peer)` is called from inside `push` whenever the queue of a peer was empty. Set it before the first push. It
-  // must not call back into this object.
+  // `notify(peer)` is called from inside `push` whenever the queue of a peer was empty. Set it before the first push.
+  // It must not call back into this object.
   void set_notify(std::function<void(PeerId)> notify);
 
   // O(log n). Nothing is kept for a discarded peer. Throws std::bad_alloc, with nothing changed.

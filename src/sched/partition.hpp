@@ -20,11 +20,12 @@ struct PartRange {
 // `partition_bytes` must be a positive multiple of 64 KiB: Error(kConfig) otherwise.
 void check_partition_bytes(std::uint64_t partition_bytes);
 
-// Partitions of a tensor, at least 1. Throws Error(kConfig) for a bad partition_bytes, Error(kUnsupported) for more than
-// kMaxParts.
+// Partitions of a tensor, at least 1. Throws Error(kConfig) for a bad partition_bytes, Error(kUnsupported) for more
+// than kMaxParts.
 [[nodiscard]] std::uint32_t part_count(std::uint64_t total_bytes, std::uint64_t partition_bytes);
 
-// The elements of partition `part` < part_count(…) of a tensor of `total_count` elements of `item_bytes` (1, 2, 4 or 8).
+// The elements of partition `part` < part_count(…) of a tensor of `total_count` elements of `item_bytes` (1, 2, 4 or
+// 8).
 [[nodiscard]] PartRange part_range(std::uint32_t part, std::uint64_t total_count, std::size_t item_bytes,
                                    std::uint64_t partition_bytes);
 

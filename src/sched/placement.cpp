@@ -18,9 +18,9 @@ struct Group {
   std::uint64_t weight;
   std::uint64_t turns = 0;  // taken by all its members together
 
-  // The smooth weighted round robin adds its weight to every owner's balance at each step, takes the owner with the highest
-  // balance (of several, the lowest index), and subtracts the sum of all weights from it. Within a group the next in turn has
-  // been taken least often, so its balance is the group's highest.
+  // The smooth weighted round robin adds its weight to every owner's balance at each step, takes the owner with the
+  // highest balance (of several, the lowest index), and subtracts the sum of all weights from it. Within a group the
+  // next in turn has been taken least often, so its balance is the group's highest.
   [[nodiscard]] std::int64_t balance(std::uint64_t step, std::uint64_t total) const noexcept {
     return static_cast<std::int64_t>(weight * step) - static_cast<std::int64_t>(total * (turns / members));
   }

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which owner sums which bytes. Pure functions of the topology and of virtual addresses: every process computes the same
-// answer and nobody is asked.
+// Which owner sums which bytes. Pure functions of the topology and of virtual addresses: every process computes the
+// same answer and nobody is asked.
 //
-// Let n hosts and k dedicated servers have links of equal bandwidth. An all-reduce takes the least time when each colocated
-// engine owns (n−k) / (n²+kn−2k) of the bytes and each dedicated server 2(n−1) / (n²+kn−2k): then every link is equally
-// busy in both directions. From k = n on the colocated engines own nothing. The owners take turns in a fixed sequence that
-// spreads each of them as evenly as its weight allows, so that even a single tensor is shared out nearly so.
+// Let n hosts and k dedicated servers have links of equal bandwidth. An all-reduce takes the least time when each
+// colocated engine owns (n−k) / (n²+kn−2k) of the bytes and each dedicated server 2(n−1) / (n²+kn−2k): then every link
+// is equally busy in both directions. From k = n on the colocated engines own nothing. The owners take turns in a fixed
+// sequence that spreads each of them as evenly as its weight allows, so that even a single tensor is shared out nearly
+// so.
 #pragma once
 
 #include <cstdint>
@@ -41,8 +42,8 @@ struct Piece {
 };
 
 // Cuts a partition of `count` elements that starts at virtual byte `start_byte` (a multiple of 64, so that no element
-// straddles) into pieces, in order, one for each granule it touches. Every partition has at least one piece: an empty one
-// has one of 0 elements. `whole`: one piece, owned by the owner of its first byte. Replaces the contents of `out`.
+// straddles) into pieces, in order, one for each granule it touches. Every partition has at least one piece: an empty
+// one has one of 0 elements. `whole`: one piece, owned by the owner of its first byte. Replaces the contents of `out`.
 void cut(const Placement& placement, std::uint64_t start_byte, std::uint64_t count, DType dtype, bool whole,
          std::vector<Piece>* out);
 

@@ -2,18 +2,19 @@
 //
 // Design notes
 //
-// A share lives through gathering → (waiting) → collecting → draining. While it is one of the first three it is found by key
-// and round. In the last one only frames on their way out refer to it; each RESULT carries its piece as `context`. A share
-// that fails goes to draining from wherever it is, or ends at once when no frame refers to it.
+// A share lives through gathering → (waiting) → collecting → draining. While it is one of the first three it is found
+// by key and round. In the last one only frames on their way out refer to it; each RESULT carries its piece as
+// `context`. A share that fails goes to draining from wherever it is, or ends at once when no frame refers to it.
 //
 // Payloads on their way in belong to the peer they come from, not to a share, so a share may end while they arrive.
 //
-// Rounds that failed elsewhere. Hosts that disagree about a shape may announce a partition to different owners; the owner of
-// its first byte hears them all and fails the round, the others never hear them all. A host's next round of that key tells
-// them. What is left of a key that is never used again is one share without payload: EAGER goes only to that first owner.
+// Rounds that failed elsewhere. Hosts that disagree about a shape may announce a partition to different owners; the
+// owner of its first byte hears them all and fails the round, the others never hear them all. A host's next round of
+// that key tells them. What is left of a key that is never used again is one share without payload: EAGER goes only to
+// that first owner.
 //
-// Frames of one host travel on several streams. So the announcement of a round may come after that of a later one, and is
-// refused; a PUSH may come after the share has failed, and is swallowed.
+// Frames of one host travel on several streams. So the announcement of a round may come after that of a later one, and
+// is refused; a PUSH may come after the share has failed, and is swallowed.
 #include "server/engine.hpp"
 
 #include <algorithm>
@@ -97,7 +98,7 @@ Errc ServerEngine::malformed(PeerId from, const Frame& frame, const char* why) c
   return Errc::kInternal;
 }
 
-// --- Frames on their way in ---------------------------------------------------------------------------------------------
+// --- Frames on their way in --------------------------------------------------------------------------------------
 
 Errc ServerEngine::on_header(PeerId from, const Frame& frame, std::byte** into) noexcept {
   return guard([&] {
@@ -192,7 +193,7 @@ Errc ServerEngine::dispatch(PeerId from, const Frame& frame, Contribution arrive
   return result;
 }
 
-// --- Announcements ------------------------------------------------------------------------------------------------------
+// --- Announcements -----------------------------------------------------------------------------------------------
 
 Errc ServerEngine::check_announcement(PeerId from, const Frame& frame) const noexcept {
   if (frame.kind != FrameKind::kReady && frame.kind != FrameKind::kEager) {
@@ -297,7 +298,7 @@ void ServerEngine::grant_waiting() {
   while (Share* share = admission_.admit()) grant(*share);
 }
 
-// --- Pieces -------------------------------------------------------------------------------------------------------------
+// --- Pieces ------------------------------------------------------------------------------------------------------
 
 Contribution& ServerEngine::contribution(const SharePiece& piece, PeerId host) const noexcept {
   const auto index = static_cast<std::size_t>(&piece - piece.share->pieces.data());
@@ -400,7 +401,7 @@ void ServerEngine::let_go(SharePiece& piece) {
   retire(share);
 }
 
-// --- Ends ---------------------------------------------------------------------------------------------------------------
+// --- Ends --------------------------------------------------------------------------------------------------------
 
 void ServerEngine::fail(Share& share, Errc code, std::uint32_t member) {
   ++counters_.shares_failed;

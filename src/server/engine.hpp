@@ -1,26 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// The summation server: what an owner does. One in each host's local root (`self` < hosts) and one in each dedicated server.
-// It takes frames and puts frames into an Egress; it knows no transport and no thread.
+// The summation server: what an owner does. One in each host's local root (`self` < hosts) and one in each dedicated
+// server. It takes frames and puts frames into an Egress; it knows no transport and no thread.
 //
-// Per (key, round), a *share*: each host says READY once to every owner of at least one piece of the partition. When all
-// have, and agree, slots are reserved and whoever said READY gets GRANT. A PUSH carries exactly one piece. When a piece is
-// there from all contributors it is summed in node order and answered to every host in a RESULT.
+// Per (key, round), a *share*: each host says READY once to every owner of at least one piece of the partition. When
+// all have, and agree, slots are reserved and whoever said READY gets GRANT. A PUSH carries exactly one piece. When a
+// piece is there from all contributors it is summed in node order and answered to every host in a RESULT.
 //   kReduce     all hosts contribute.
-//   kBroadcast  host `member` contributes, elements as they are. All others get the pieces. The contributor gets one empty
-//               RESULT (count 0) for each piece as soon as its bytes are no longer needed.
+//   kBroadcast  host `member` contributes, elements as they are. All others get the pieces. The contributor gets one
+//               empty RESULT (count 0) for each piece as soon as its bytes are no longer needed.
 //   kBarrier    nobody contributes; count is 0; one empty RESULT to each host.
-// EAGER (`whole` partitions only) is READY and PUSH in one, gets no GRANT, and may be mixed with READY of other hosts. Its
-// payload is empty where the host contributes nothing. Its bytes count against a budget per host from when it is sent until
-// the host has a RESULT or FAIL for that key and round.
+// EAGER (`whole` partitions only) is READY and PUSH in one, gets no GRANT, and may be mixed with READY of other hosts.
+// Its payload is empty where the host contributes nothing. Its bytes count against a budget per host from when it is
+// sent until the host has a RESULT or FAIL for that key and round.
 //
-// Every READY and EAGER is answered: by a RESULT for each piece this owner has, or by one FAIL (then perhaps after a GRANT
-// and some RESULTs). A host is *through* with a round when it has either from every owner. It may announce the next one
-// only then, and so whatever is incomplete here has failed elsewhere when it does: it is failed here too. A FAIL may
-// therefore reach a host that is through with that round already; it then means only that EAGER bytes are free again.
-// RESULT may overtake GRANT at hosts that contribute nothing; frames of one host may overtake each other on the way here.
+// Every READY and EAGER is answered: by a RESULT for each piece this owner has, or by one FAIL (then perhaps after a
+// GRANT and some RESULTs). A host announces the next round of a key only when it is through with this one: all its
+// pieces are answered, or some owner has said FAIL. So whatever is incomplete here when it does has failed elsewhere,
+// and is failed here too. Such a FAIL may reach a host for which that round is over; all it means then is that EAGER
+// bytes are free again. RESULT may overtake GRANT at hosts that contribute nothing; frames of one host may overtake
+// each other on the way here.
 //
-// Payloads of RESULT lie in slots that stay until on_sent. Payloads of the own host are used where they lie; the own host
-// keeps them unchanged until the RESULT for that piece, or a FAIL, has been taken for the own node (`self`) and on_sent.
+// Payloads of RESULT lie in slots that stay until on_sent. Payloads of the own host are used where they lie; the own
+// host keeps them unchanged until the RESULT for that piece, or a FAIL, has been taken for the own node (`self`) and
+// on_sent.
 #pragma once
 
 #include <cstdint>
@@ -65,8 +67,8 @@ class ServerEngine {
   ServerEngine(const ServerEngine&) = delete;
   ServerEngine& operator=(const ServerEngine&) = delete;
 
-  // As FrameSink, for the kinds of is_for_owner() and `from` ≠ self: where the payload of a PUSH or EAGER goes, and that it
-  // (or a frame without payload) is here. kInternal: malformed; kOutOfMemory.
+  // As FrameSink, for the kinds of is_for_owner() and `from` ≠ self: where the payload of a PUSH or EAGER goes, and
+  // that it (or a frame without payload) is here. kInternal: malformed; kOutOfMemory.
   [[nodiscard]] Errc on_header(PeerId from, const Frame& frame, std::byte** into) noexcept;
   [[nodiscard]] Errc on_frame(PeerId from, const Frame& frame) noexcept;
 
@@ -76,19 +78,19 @@ class ServerEngine {
   // A GRANT, RESULT or FAIL that next() gave out for `to` has left (for self: has been copied). Others are ignored.
   void on_sent(PeerId to, const OutFrame& out) noexcept;
 
-  // `peer` has left in order, `member` is its name in FAIL: it announces nothing more. What it has not announced, now and
-  // later, fails with kPeerLost at the hosts that have. Its connection may still be open.
+  // `peer` has left in order, `member` is its name in FAIL: it announces nothing more. What it has not announced, now
+  // and later, fails with kPeerLost at the hosts that have. Its connection may still be open.
   void on_peer_left(PeerId peer, std::uint32_t member) noexcept;
 
   // Nothing more is received from or sent to `peer`: payload addresses given for it and frames queued for it are void.
-  // Unless it has left before, the job is over: from now on every frame is swallowed, nothing is sent, and memory is given
-  // back as soon as no frame in flight needs it.
+  // Unless it has left before, the job is over: from now on every frame is swallowed, nothing is sent, and memory is
+  // given back as soon as no frame in flight needs it.
   void on_peer_closed(PeerId peer) noexcept;
 
   [[nodiscard]] EngineCounters counters() const noexcept;
 
-  // For tests and reports: shares that wait for hosts, for budget, for bytes or for frames to be sent; bytes of budget and of
-  // slots in use.
+  // For tests and reports: shares that wait for hosts, for budget, for bytes or for frames to be sent; bytes of budget
+  // and of slots in use.
   [[nodiscard]] std::size_t live_shares() const noexcept { return shares_.size(); }
   [[nodiscard]] std::uint64_t reserved_bytes() const noexcept { return admission_.taken_bytes(); }
   [[nodiscard]] std::uint64_t slot_bytes() const noexcept { return pool_.used_bytes(); }

@@ -73,7 +73,7 @@ struct Share {
 [[nodiscard]] const char* fault_of_announcement(const Frame& frame, std::uint32_t hosts,
                                                 std::uint64_t partition_bytes) noexcept;
 
-// For announcements without fault ---------------------------------------------------------------------------------------
+// The functions below are about announcements without fault.
 
 // Whether two hosts mean the same operation.
 [[nodiscard]] bool is_same_operation(const Frame& a, const Frame& b) noexcept;

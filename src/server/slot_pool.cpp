@@ -6,7 +6,8 @@
 #include <cstdlib>
 #include <new>
 
-// Under AddressSanitizer, blocks in the cache and the unused ends of blocks in use are poisoned, so that reuse hides nothing.
+// Under AddressSanitizer, blocks in the cache and the unused ends of blocks in use are poisoned, so that reuse hides
+// nothing.
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 #else

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory into which pieces are received and in which they are summed. Blocks are reused: after the first rounds of a training
-// loop nothing is asked of the system any more, and no page is touched for the first time.
+// Memory into which pieces are received and in which they are summed. Blocks are reused: after the first rounds of a
+// training loop nothing is asked of the system any more, and no page is touched for the first time.
 //
 // Owned by one loop and used on its thread only.
 #pragma once
