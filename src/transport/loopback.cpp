@@ -103,11 +103,12 @@ int LoopbackHub::Endpoint::do_work() noexcept {
 }
 
 int LoopbackHub::Endpoint::serve(PeerId id) noexcept {
+  const std::uint32_t streams = hub_.options_.streams;
   if (!hub_.endpoints_[id]->is_alive(self_)) {  // end of file
-    close_peer(id, finishing_ || all_said_bye(id) ? Errc::kOk : Errc::kPeerLost);
+    for (std::uint32_t i = 0; i < streams && is_alive(id); ++i) report_sent(id, hub_.lane(self_, id, i));
+    if (is_alive(id)) close_peer(id, finishing_ || all_said_bye(id) ? Errc::kOk : Errc::kPeerLost);
     return 1;
   }
-  const std::uint32_t streams = hub_.options_.streams;
   const std::uint32_t first = peers_[id].first_stream + hub_.random_below(streams);
   peers_[id].first_stream = (peers_[id].first_stream + 1) % streams;
   int moved = 0;
