@@ -82,7 +82,7 @@ void Exchange::begin(PartTask& task, bool direct, bool agree) {
   part.key = task.key();
   part.round = operation.round;
   part.direct = direct;
-  part.contributes = context_.contributes(operation) && operation.collective != Collective::kBarrier;
+  part.contributes = context_.contributes(operation);
   const std::size_t item = item_bytes(operation.dtype);
   cut(placement_, operation.key->cursor + task.first * item, task.count, operation.dtype,
       operation.bytes() <= kGranuleBytes, &cut_);
@@ -370,18 +370,25 @@ void Exchange::conclude(std::unique_ptr<Part> part) noexcept {
   PartTask& task = *part->task;
   for (Owner& owner : part->owners) settle_eager(owner);
   if (part->direct) {
+    // A broadcast's root is answered with nothing: its own output, if it has one, it fills itself.
+    const bool is_root = task.operation->collective == Collective::kBroadcast && part->contributes;
+    if (is_root && part->failure.code == Errc::kOk && task.bytes() != 0 && task.output() != task.input()) {
+      std::memcpy(task.output(), task.input(), task.bytes());
+    }
     context_.tasks.remove(task);
     finish_part(task, part->failure, context_.finished);
   } else {
     RowHead& head = task.row.head();
     const RowIndex row = task.row_index;
     const bool failed = part->failure.code != Errc::kOk;
-    if (failed) {
-      // What an owner or the host may have taken for this round goes back at once; nobody will read it.
+    if (failed && !context_.table.aborted()) {
+      // Nobody reads it any more; only in a job that is over might a neighbour still be writing.
       if (!part->partial_place.is_nowhere()) context_.arena.free(part->partial_place.offset());
       if (!part->result_place.is_nowhere() && part->result_place.bits() != part->partial_place.bits()) {
         context_.arena.free(part->result_place.offset());
       }
+    }
+    if (failed) {
       task.row.fail(part->round, part->failure);
     } else {
       head.partial.store(part->partial_place.bits(), std::memory_order_relaxed);
@@ -424,11 +431,11 @@ void Exchange::on_peer_left(PeerId peer, std::uint32_t member) noexcept {
   }
 }
 
-void Exchange::fail_all(std::uint32_t member) noexcept {
+void Exchange::fail_all(Failure failure) noexcept {
   (void)take_messages();
   while (!parts_.empty()) {
     auto node = parts_.extract(parts_.begin());
-    node.mapped()->failure = {Errc::kPeerLost, member};
+    node.mapped()->failure = failure;
     conclude(std::move(node.mapped()));
   }
 }

@@ -47,8 +47,8 @@ class Exchange : public ExchangeDoor {
   void on_sent(PeerId peer, const OutFrame& out) noexcept;
   // `peer` has left in order (`member` in messages): what it still owes will not come.
   void on_peer_left(PeerId peer, std::uint32_t member) noexcept;
-  // The job is over and the transport is closed: let go of everything.
-  void fail_all(std::uint32_t member) noexcept;
+  // The transport is closed: let go of everything.
+  void fail_all(Failure failure) noexcept;
   [[nodiscard]] bool is_idle() const noexcept { return parts_.empty() && messages_.is_empty(); }
 
  private:

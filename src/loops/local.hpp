@@ -52,19 +52,23 @@ class LocalAdmission {
 };
 
 struct LocalContext {
+  LocalContext(ReadyTable& ready_table, TaskTable& task_table, FinishedList& finished_list, Arena& own_arena,
+               std::atomic<std::uint64_t>& staged) noexcept
+      : table(ready_table), tasks(task_table), finished(finished_list), arena(own_arena), staged_bytes(staged) {}
+
   ReadyTable& table;
   TaskTable& tasks;
   FinishedList& finished;
-  Arena& arena;                            // the own one
-  std::vector<std::byte*> arena_bases;     // by local rank
-  std::vector<int> pids;                   // by local rank
-  std::vector<std::uint32_t> global_ranks; // by local rank
+  Arena& arena;                              // the own one
+  std::atomic<std::uint64_t>& staged_bytes;  // staging this process has taken at submission
+  std::vector<std::byte*> arena_bases;       // by local rank
+  std::vector<int> pids;                     // by local rank
+  std::vector<std::uint32_t> global_ranks;   // by local rank
   std::uint32_t local_rank = 0;
   std::uint32_t local_size = 1;
   bool several_hosts = false;
-  LocalAdmission* admission = nullptr;     // local root of a job on one host
-  ExchangeDoor* exchange = nullptr;        // local root of a job on several hosts
-  std::atomic<std::uint64_t>& staged_bytes;  // staging this process has taken at submission
+  LocalAdmission* admission = nullptr;       // the local root's
+  ExchangeDoor* exchange = nullptr;          // the local root's, in a job on several hosts
   LogBuffer* log = nullptr;
 
   [[nodiscard]] bool is_local_root() const noexcept { return local_rank == 0; }
@@ -77,7 +81,8 @@ struct LocalContext {
   }
   // Does this host put anything in?
   [[nodiscard]] bool contributes(const Operation& operation) const noexcept {
-    return operation.collective != Collective::kBroadcast || local_root_of(operation) >= 0;
+    return operation.collective == Collective::kReduce ||
+           (operation.collective == Collective::kBroadcast && local_root_of(operation) >= 0);
   }
 };
 

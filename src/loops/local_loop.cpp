@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "loops/plan.hpp"
+#include "memory/remote.hpp"
 
 namespace commlib {
 
@@ -12,14 +13,38 @@ constexpr int kTake = 256;   // announcements taken at once
 constexpr int kBatch = 16;   // tasks advanced at once
 }  // namespace
 
+LocalLoop::LocalLoop(LocalContext& context, Loop& outward, int spin_us)
+    : context_(context), outward_(outward), spin_us_(spin_us) {
+  for (std::uint32_t rank = 0; rank < context_.local_size; ++rank) {
+    if (rank != context_.local_rank) unprobed_.push_back(rank);
+  }
+}
+
+// Whether the kernel lets this process read that one is found out by trying; a rank learns from the count of those who
+// could whether its ordinary buffers may be read where they lie.
+void LocalLoop::probe() noexcept {
+  std::erase_if(unprobed_, [this](std::uint32_t rank) {
+    RankStatus& status = context_.table.status(rank);
+    const std::uint64_t address = status.probe.load(std::memory_order_acquire);
+    if (address == 0) return false;  // not there yet; it will ring
+    std::uint64_t value = 0;
+    if (remote_read(context_.pids[rank], &value, address, sizeof value) == Errc::kOk && value == kProbeValue) {
+      status.reachable_by.fetch_add(1, std::memory_order_relaxed);
+    }
+    return true;
+  });
+}
+
 int LocalLoop::do_work() {
   ticket_ = context_.table.status(context_.local_rank).doorbell.ticket();
   if (has_news()) {
+    if (context_.table.aborted()) outward_.wake();
     // Somebody has left or the job has failed: every task has to look at itself.
     all_.clear();
     context_.tasks.rows(&all_);
     for (const RowIndex row : all_) enqueue(row);
   }
+  if (!unprobed_.empty()) probe();
   RowIndex rows[kTake];
   const int taken = context_.table.take(rows, kTake);
   for (int i = 0; i < taken; ++i) enqueue(rows[i]);

@@ -19,6 +19,7 @@ namespace commlib {
 using RowIndex = std::uint32_t;
 inline constexpr RowIndex kMaxRows = 1u << 20;
 inline constexpr std::uint32_t kMaxLocalRanks = 240;
+inline constexpr std::uint64_t kProbeValue = 0x636F6D6D6C696231;
 inline constexpr std::uint32_t kCallerSlots = 32;  // synchronous callers of one process that may sleep at once
 
 // Where bytes of a rank lie, as every local process can understand it: an offset in somebody's arena, or an address in
@@ -152,9 +153,8 @@ struct alignas(64) RankStatus {
   Doorbell doorbell;                    // rung when a bit of its bitmap is set, and on failure
   std::atomic<std::uint32_t> left;      // 1: it has shut down in order
   std::atomic<std::uint64_t> beat_ms;   // CLOCK_MONOTONIC of its last beat
-  std::atomic<std::uint64_t> probe;     // address of a word with kProbeValue, for process_vm_readv; 0 before it is set
-  std::atomic<std::uint64_t> probe_word;
-  std::atomic<std::uint32_t> reachable_by;  // how many other ranks have read and written `probe_word` through the kernel
+  std::atomic<std::uint64_t> probe;     // address of a word with kProbeValue in that process; 0 before it is set
+  std::atomic<std::uint32_t> reachable_by;  // how many other ranks have read that word through the kernel
   alignas(64) Doorbell callers[kCallerSlots];
   std::atomic<std::uint64_t> top[kMaxRows / (64 * 64 * 64)];
   std::atomic<std::uint64_t> middle[kMaxRows / (64 * 64)];

@@ -70,6 +70,10 @@ void finish_part(PartTask& task, Failure failure, FinishedList& finished) noexce
   const Failure outcome{static_cast<Errc>(word >> 32), static_cast<std::uint32_t>(word)};
   // The name is free before anybody can learn that the operation is over.
   operation->key->in_flight.store(false, std::memory_order_release);
+  if (outcome.code == Errc::kMismatch) {
+    finished.disagreements.push({operation->key->name, operation->round});
+    finished.disagreement_event.signal();
+  }
   const std::shared_ptr<Operation> keep = operation->self;  // the binding may reap and drop it at once
   finished.push(operation);
   keep->completion.complete(outcome);

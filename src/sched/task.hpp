@@ -143,7 +143,13 @@ inline std::byte* PartTask::output() const noexcept { return operation->output +
 inline std::uint64_t PartTask::key() const noexcept { return operation->key->declared_key << 16 | part; }
 inline std::size_t PartTask::bytes() const noexcept { return count * item_bytes(operation->dtype); }
 
-// Finished operations, for the binding to reap. Any thread pushes, any one thread takes.
+// A round of a name about which the ranks disagree, for the control plane to explain.
+struct Disagreement {
+  std::string name;
+  std::uint64_t round;
+};
+
+// Finished operations, for the binding to reap. Any thread pushes and takes.
 class FinishedList {
  public:
   FinishedList() = default;
@@ -151,7 +157,9 @@ class FinishedList {
   void push(Operation* operation) noexcept;
   // nullptr if there is none. The caller gives `custody` back and drops the pointer.
   [[nodiscard]] std::shared_ptr<Operation> take() noexcept;
-  [[nodiscard]] bool empty() const noexcept { return head_.load(std::memory_order_relaxed) == nullptr && taken_ == nullptr; }
+
+  Inbox<Disagreement> disagreements;
+  EventFd disagreement_event;  // signalled when there is one
 
  private:
   std::atomic<Operation*> head_{nullptr};

@@ -25,7 +25,7 @@ inline constexpr std::uint32_t kMaxPayloadBytes = 8 * 64 * 1024;
 
 // What every transport demands of a header, on its way in and out, before it believes anything else in it.
 [[nodiscard]] inline bool is_well_formed(const Frame& frame) noexcept {
-  return frame.magic == Frame::kMagic && frame.kind >= FrameKind::kReady && frame.kind <= FrameKind::kBye &&
+  return frame.magic == Frame::kMagic && frame.kind >= FrameKind::kReady && frame.kind <= FrameKind::kLeft &&
          frame.payload_bytes <= (frame.kind == FrameKind::kBye ? 0 : kMaxPayloadBytes);
 }
 

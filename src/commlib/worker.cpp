@@ -1,0 +1,472 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/clock.hpp"
+#include "base/cpu.hpp"
+#include "commlib/commlib.hpp"
+#include "commlib/fork_guard.hpp"
+#include "commlib/network_loop.hpp"
+#include "loops/local_loop.hpp"
+#include "loops/plan.hpp"
+#include "loops/slices.hpp"
+#include "reduce/reduce.hpp"
+#include "sched/partition.hpp"
+#include "sched/wire.hpp"
+#include "transport/tcp.hpp"
+
+namespace commlib {
+
+namespace {
+
+constexpr std::uint64_t kStageAtSubmissionBytes = 1 << 20;  // up to here a copy is cheaper than a read through the kernel
+constexpr std::uint64_t kStagingBudgetBytes = 64 << 20;
+constexpr std::uint64_t kEagerBudgetBytes = 4 << 20;  // per pair of nodes
+constexpr int kSpinUs = 20;
+
+std::vector<std::vector<Fd>> own(std::vector<std::vector<int>>& streams) {
+  std::vector<std::vector<Fd>> owned(streams.size());
+  for (std::size_t peer = 0; peer < streams.size(); ++peer) {
+    for (const int descriptor : streams[peer]) owned[peer].emplace_back(descriptor);
+  }
+  return owned;
+}
+
+}  // namespace
+
+struct Worker::State : private ForkGuard::Member {
+  explicit State(WorkerOptions given);
+  ~State() override;
+
+  Errc submit(const Request& request, std::shared_ptr<Operation>* out);
+  bool wait(Operation& operation, int timeout_ms);
+  void hand_over(Operation& operation) noexcept;
+  void shutdown(int timeout_ms) noexcept;
+  void in_forked_child() noexcept override { network.close(); }
+
+  // Synchronous callers that may sleep in the ready table; 0: none free.
+  std::uint32_t take_caller_slot() noexcept;
+  void give_back_caller_slot(Operation& operation) noexcept;
+  Row::Arrival place(PartTask& task);
+  void stage_at_submission(PartTask& task, Row::Arrival* arrival);
+  void start(PartTask& task);
+  bool is_in_arena(const void* memory, std::size_t bytes) const noexcept;
+  bool drive(Operation& operation, std::int64_t deadline_ms) noexcept;
+  void fail_rest() noexcept;
+  void loop_failed(const char* what) noexcept;
+
+  WorkerOptions options;
+  const pid_t pid = ::getpid();
+  LogBuffer log;
+  Segment table_segment;
+  std::vector<Segment> arena_segments;  // by local rank
+  ReadyTable table;
+  Arena arena;
+  TaskTable tasks;
+  FinishedList finished;
+  std::atomic<std::uint64_t> staged_bytes{0};
+  std::atomic<std::uint64_t> finished_bytes{0};
+  std::uint64_t probe_word = kProbeValue;
+  LocalAdmission admission;
+  LocalContext context;
+  Watch watch;
+  NetworkLoop network;
+  std::unique_ptr<Egress> egress;
+  std::unique_ptr<ServerEngine> engine;
+  std::unique_ptr<Exchange> exchange;
+  LocalLoop local;
+  Runner network_runner;
+  Runner local_runner;
+  std::atomic<std::uint32_t> caller_slots{0};  // bit set: taken
+  std::atomic<bool> closing{false};
+  std::atomic<std::uint32_t> callers{0};  // threads inside drive(); futex word of shutdown
+  int spin_us;
+};
+
+namespace {
+
+std::vector<Segment> map_arenas(const WorkerOptions& options) {
+  std::vector<Segment> segments;
+  for (std::uint32_t rank = 0; rank < options.local_size; ++rank) {
+    segments.emplace_back(options.arena_fds.at(rank), options.arena_bytes.at(rank));
+    segments.back().advise_huge_pages();
+  }
+  return segments;
+}
+
+LocalContext make_context(ReadyTable& table, TaskTable& tasks, FinishedList& finished, Arena& arena,
+                          std::atomic<std::uint64_t>& staged_bytes, const WorkerOptions& options,
+                          const std::vector<Segment>& segments, LogBuffer* log) {
+  LocalContext context{table, tasks, finished, arena, staged_bytes};
+  for (const Segment& segment : segments) context.arena_bases.push_back(segment.data());
+  context.pids = options.local_pids;
+  context.pids.resize(options.local_size);
+  context.global_ranks = options.local_ranks;
+  context.local_rank = options.local_rank;
+  context.local_size = options.local_size;
+  context.several_hosts = options.nodes > 1;
+  context.log = log;
+  return context;
+}
+
+void check(const WorkerOptions& options) {
+  check_partition_bytes(options.partition_bytes);
+  const bool fits = options.local_size >= 1 && options.local_rank < options.local_size && options.rank < options.size &&
+                    options.local_ranks.size() == options.local_size && options.node_of_rank.size() == options.size &&
+                    options.arena_fds.size() == options.local_size && options.arena_bytes.size() == options.local_size &&
+                    options.roots.size() == options.nodes && options.ranks_per_host.size() == options.nodes &&
+                    options.local_size <= kMaxLocalRanks;
+  if (!fits) throw Error(Errc::kConfig, "the topology of the job contradicts itself");
+}
+
+std::vector<std::uint32_t> members(const std::vector<std::uint32_t>& roots, std::uint32_t servers) {
+  std::vector<std::uint32_t> members = roots;
+  for (std::uint32_t index = 0; index < servers; ++index) members.push_back(kServerBit | index);
+  return members;
+}
+
+}  // namespace
+
+Worker::State::State(WorkerOptions given)
+    : options((check(given), std::move(given))),
+      log(static_cast<LogLevel>(options.log_level)),
+      table_segment(options.table_fd, ReadyTable::bytes_needed(options.local_size)),
+      arena_segments(map_arenas(options)),
+      table(table_segment, options.local_rank, options.local_size),
+      arena(arena_segments[options.local_rank], 0, arena_segments[options.local_rank].bytes()),
+      admission(table, kStagingBudgetBytes * options.local_size),
+      context(make_context(table, tasks, finished, arena, staged_bytes, options, arena_segments, &log)),
+      watch({options.local_rank, options.local_pids, options.local_sockets, options.local_ranks, options.peer_timeout_ms},
+            table, &log),
+      network({options.node, members(options.roots, options.servers), options.peer_timeout_ms}, table, &watch, &log),
+      local(context, network, 0),
+      network_runner("cl-net", network, [this](const char* what) { loop_failed(what); }),
+      local_runner("cl-local", local, [this](const char* what) { loop_failed(what); }),
+      spin_us(affinity_cpu_count() >= static_cast<int>(options.local_size) ? kSpinUs : 0) {
+  if (options.local_rank == 0) {
+    context.admission = &admission;
+    if (options.nodes > 1) {
+      const std::uint32_t peers = options.nodes + options.servers;
+      egress = std::make_unique<Egress>(peers);
+      engine = std::make_unique<ServerEngine>(
+          EngineOptions{options.node, options.nodes, options.servers, options.ranks_per_host, options.credit_bytes,
+                        kEagerBudgetBytes, options.partition_bytes},
+          *egress, &log);
+      exchange = std::make_unique<Exchange>(
+          ExchangeOptions{options.node, options.nodes, options.servers, options.node_of_rank, kEagerBudgetBytes}, context,
+          *egress, network);
+      context.exchange = exchange.get();
+      TcpOptions tcp;
+      tcp.peer_timeout_ms = static_cast<int>(options.peer_timeout_ms);
+      tcp.phase = (options.node + 1) % peers;
+      network.attach(std::make_unique<TcpTransport>(own(options.streams), tcp), *egress, *engine, exchange.get());
+    }
+  }
+  table.status(options.local_rank).probe.store(reinterpret_cast<std::uintptr_t>(&probe_word), std::memory_order_release);
+  table.ring_all();
+  network_runner.start();
+  local_runner.start();
+}
+
+Worker::State::~State() { shutdown(0); }
+
+void Worker::State::loop_failed(const char* what) noexcept {
+  COMMLIB_LOG(&log, LogLevel::kError, "a loop of rank %u failed: %s", options.rank, what);
+  table.abort(options.rank, Cause::kInternal);
+}
+
+bool Worker::State::is_in_arena(const void* memory, std::size_t bytes) const noexcept {
+  const Segment& mine = arena_segments[options.local_rank];
+  const auto* at = static_cast<const std::byte*>(memory);
+  return at >= mine.data() && bytes <= mine.bytes() && at <= mine.data() + (mine.bytes() - bytes);
+}
+
+// How the others reach this part's memory.
+Row::Arrival Worker::State::place(PartTask& task) {
+  const Operation& operation = *task.operation;
+  Row::Arrival arrival{.round = operation.round,
+                       .hash = operation.hash,
+                       .input = Place::nowhere(),
+                       .output = Place::nowhere(),
+                       .staged = true,
+                       .copied = !context.several_hosts,
+                       .caller = operation.caller_slot};
+  const bool puts_in = operation.collective == Collective::kReduce ||
+                       (operation.collective == Collective::kBroadcast && operation.root == options.rank);
+  const bool takes_out = !context.several_hosts;  // else every rank copies its result out itself
+  const auto place_of = [&](const void* memory) {
+    if (!is_in_arena(memory, task.bytes())) return Place::at_address(memory);
+    const std::byte* base = arena_segments[options.local_rank].data();
+    return Place::in_arena(options.local_rank, static_cast<std::uint64_t>(static_cast<const std::byte*>(memory) - base));
+  };
+  const Place input = puts_in ? place_of(task.input()) : Place::nowhere();
+  const Place output = takes_out ? place_of(task.output()) : Place::nowhere();
+  const bool is_ordinary = input.is_address() || output.is_address();
+  const bool is_small = operation.bytes() <= kStageAtSubmissionBytes;
+  const bool can_read = options.route != LocalRoute::kStaged &&
+                        table.status(options.local_rank).reachable_by.load(std::memory_order_relaxed) + 1 == options.local_size;
+  if (is_ordinary && task.bytes() != 0 && options.local_size > 1) {
+    if (is_small && options.route != LocalRoute::kCma) stage_at_submission(task, &arrival);
+    if (task.staging != Arena::kNoSpace) return arrival;
+    if (!can_read) {
+      arrival.staged = false;
+      return arrival;
+    }
+    arrival.copied = arrival.copied && !output.is_address();
+  }
+  arrival.input = input;
+  arrival.output = output;
+  return arrival;
+}
+
+void Worker::State::stage_at_submission(PartTask& task, Row::Arrival* arrival) {
+  const std::uint64_t bytes = task.bytes();
+  if (staged_bytes.fetch_add(bytes, std::memory_order_relaxed) + bytes > kStagingBudgetBytes) {
+    staged_bytes.fetch_sub(bytes, std::memory_order_relaxed);
+    return;
+  }
+  task.staging_charge = bytes;
+  task.staging = arena.allocate(bytes);
+  if (task.staging == Arena::kNoSpace) return;
+  std::memcpy(arena.at(task.staging), task.input(), bytes);
+  arrival->input = arrival->output = Place::in_arena(options.local_rank, task.staging);
+}
+
+Errc Worker::State::submit(const Request& request, std::shared_ptr<Operation>* out) {
+  if (::getpid() != pid) return Errc::kNotInitialized;
+  if (closing.load(std::memory_order_acquire)) return Errc::kShutDown;
+  if (table.aborted()) return Errc::kPeerLost;
+  const std::size_t item = item_bytes(request.dtype);
+  const std::uint32_t parts = part_count(request.count * item, options.partition_bytes);
+  if (request.key->rows() < parts) return Errc::kInternal;
+  if (options.route == LocalRoute::kArena && options.local_size > 1 && request.count != 0 &&
+      !(is_in_arena(request.input, request.count * item) && is_in_arena(request.output, request.count * item))) {
+    return Errc::kUnsupported;
+  }
+  auto operation = std::make_shared<Operation>();
+  operation->parts = std::make_unique<PartTask[]>(parts);
+  if (request.key->in_flight.exchange(true, std::memory_order_acq_rel)) return Errc::kDuplicateName;
+  operation->key = request.key;
+  operation->round = request.key->round.fetch_add(1, std::memory_order_relaxed) + 1;
+  operation->hash = request.hash;
+  operation->collective = request.collective;
+  operation->op = request.op;
+  operation->dtype = request.dtype;
+  operation->root = request.root;
+  operation->priority = request.priority;
+  operation->input = static_cast<const std::byte*>(request.input);
+  operation->output = static_cast<std::byte*>(request.output);
+  operation->count = request.count;
+  operation->custody = request.custody;
+  operation->part_count = parts;
+  operation->submitted_ms = now_ms();
+  operation->parts_left.store(parts, std::memory_order_relaxed);
+  operation->self = operation;
+  if (request.synchronous && !context.several_hosts && options.local_size > 1) operation->caller_slot = take_caller_slot();
+  *out = operation;
+  for (std::uint32_t index = 0; index < parts; ++index) {
+    PartTask& task = operation->parts[index];
+    const PartRange range = part_range(index, request.count, item, options.partition_bytes);
+    task.operation = operation.get();
+    task.part = index;
+    task.first = range.first;
+    task.count = range.count;
+    task.row_index = request.key->row_of(index);
+    task.row = table.row(task.row_index);
+    task.slice_count = slice_count_of(task.bytes(), options.local_size);
+    start(task);
+  }
+  return Errc::kOk;
+}
+
+void Worker::State::start(PartTask& task) {
+  const Operation& operation = *task.operation;
+  const bool is_alone = options.local_size == 1;
+  if (is_alone && context.several_hosts && wire_dtype(operation.dtype, operation.op) == operation.dtype) {
+    task.holder.store(Holder::kExchange, std::memory_order_relaxed);
+    tasks.add(task);
+    exchange->submit(task);
+    return;
+  }
+  const bool is_callers = operation.caller_slot != 0;
+  task.holder.store(is_callers ? Holder::kCaller : Holder::kSubmitter, std::memory_order_relaxed);
+  const Row::Arrival arrival = place(task);
+  tasks.add(task);
+  const RowIndex row = task.row_index;
+  const Row shared = task.row;
+  const bool is_complete = shared.arrive(options.local_rank, arrival);
+  // A small sum is done by the last to arrive, on the spot; the others hear of it when it is done.
+  const bool is_quick = !context.several_hosts && task.slice_count == 1 && is_complete && shared.all_staged(operation.round);
+  if (is_callers) {
+    if (is_complete && !is_quick) table.announce_all(row, options.local_rank);
+    return;
+  }
+  if (is_quick && progress(context, task)) return;
+  const bool has_failed = operation.has_failed();
+  Holder expected = Holder::kSubmitter;
+  const bool was_quiet = task.holder.compare_exchange_strong(expected, Holder::kLoop, std::memory_order_acq_rel);
+  if (!was_quiet) task.holder.store(Holder::kLoop, std::memory_order_release);
+  // From here on the task is the loop's, and may be gone.
+  if (!was_quiet || has_failed || table.aborted()) table.post(row, options.local_rank);
+  if (!is_complete) {
+    // Whoever has left before will not arrive any more, and nobody will say so again.
+    for (std::uint32_t rank = 0; rank < options.local_size; ++rank) {
+      if (table.has_left(rank)) table.post(row, options.local_rank);
+    }
+  } else if (context.several_hosts) {
+    table.announce(row, 0);
+  } else if (!is_quick) {
+    table.announce_all(row);
+  }
+}
+
+std::uint32_t Worker::State::take_caller_slot() noexcept {
+  std::uint32_t seen = caller_slots.load(std::memory_order_relaxed);
+  while (seen != UINT32_MAX) {
+    const auto slot = static_cast<std::uint32_t>(__builtin_ctz(~seen));
+    if (caller_slots.compare_exchange_weak(seen, seen | 1u << slot, std::memory_order_acq_rel)) return slot + 1;
+  }
+  return 0;
+}
+
+void Worker::State::give_back_caller_slot(Operation& operation) noexcept {
+  caller_slots.fetch_and(~(1u << (operation.caller_slot - 1)), std::memory_order_acq_rel);
+  operation.caller_slot = 0;
+}
+
+bool Worker::State::wait(Operation& operation, int timeout_ms) {
+  if (operation.caller_slot == 0) return operation.completion.wait(timeout_ms);
+  callers.fetch_add(1, std::memory_order_acq_rel);
+  const bool is_done = drive(operation, timeout_ms < 0 ? INT64_MAX : now_ms() + timeout_ms);
+  if (callers.fetch_sub(1, std::memory_order_acq_rel) == 1) futex_wake(callers);
+  return is_done;
+}
+
+bool Worker::State::drive(Operation& operation, std::int64_t deadline_ms) noexcept {
+  Doorbell& bell = table.status(options.local_rank).callers[operation.caller_slot - 1];
+  for (;;) {
+    const std::uint32_t ticket = bell.ticket();
+    for (std::uint32_t index = 0; index < operation.part_count; ++index) {
+      PartTask& task = operation.parts[index];
+      if (task.finished) continue;
+      if (progress(context, task)) continue;
+      if (!closing.load(std::memory_order_acquire)) continue;
+      task.finished = true;
+      tasks.remove(task);
+      finish_part(task, {Errc::kShutDown, Failure::kNobody}, finished);
+    }
+    if (operation.completion.done()) {
+      give_back_caller_slot(operation);
+      return true;
+    }
+    const std::int64_t left = deadline_ms == INT64_MAX ? 3'600'000 : deadline_ms - now_ms();
+    if (left <= 0) return false;
+    (void)bell.wait(ticket, static_cast<int>(std::min<std::int64_t>(left, 3'600'000)), spin_us);
+  }
+}
+
+void Worker::State::hand_over(Operation& operation) noexcept {
+  if (operation.caller_slot == 0) return;
+  for (std::uint32_t index = 0; index < operation.part_count; ++index) {
+    PartTask& task = operation.parts[index];
+    if (task.finished) continue;
+    const RowIndex row = task.row_index;
+    task.row.entry(options.local_rank).caller.store(0, std::memory_order_relaxed);
+    // See ReadyTable::announce: who has not seen the 0 changed the row before the loop looks at it.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    task.holder.store(Holder::kLoop, std::memory_order_release);
+    table.post(row, options.local_rank);
+  }
+  give_back_caller_slot(operation);
+}
+
+void Worker::State::shutdown(int timeout_ms) noexcept {
+  if (::getpid() != pid || closing.exchange(true, std::memory_order_acq_rel)) return;
+  table.leave();
+  if (exchange != nullptr) {
+    network.finish();
+    network.wait_finished(timeout_ms);
+  }
+  for (std::uint32_t now; (now = callers.load(std::memory_order_acquire)) != 0;) futex_wait(callers, now, 100);
+  local_runner.stop();
+  network_runner.stop();
+  network.close();
+  fail_rest();
+}
+
+// Both loops have ended; nobody else holds a task.
+void Worker::State::fail_rest() noexcept {
+  const Failure failure{Errc::kShutDown, Failure::kNobody};
+  if (exchange != nullptr) exchange->fail_all(failure);
+  std::vector<RowIndex> rows;
+  tasks.rows(&rows);
+  for (const RowIndex row : rows) {
+    if (PartTask* task = tasks.held_by_loop(row); task != nullptr) {
+      tasks.remove(*task);
+      finish_part(*task, failure, finished);
+    }
+  }
+}
+
+Worker::Worker(WorkerOptions options) : state_(std::make_unique<State>(std::move(options))) {}
+Worker::~Worker() {
+  // In a forked child the threads do not exist and the memory is the parent's business.
+  if (is_forked()) (void)state_.release();
+}
+
+std::size_t Worker::table_bytes(std::uint32_t local_size) noexcept { return ReadyTable::bytes_needed(local_size); }
+Errc Worker::submit(const Request& request, std::shared_ptr<Operation>* operation) {
+  return state_->submit(request, operation);
+}
+bool Worker::wait(Operation& operation, int timeout_ms) { return state_->wait(operation, timeout_ms); }
+void Worker::hand_over(Operation& operation) { state_->hand_over(operation); }
+
+std::shared_ptr<Operation> Worker::reap() noexcept {
+  std::shared_ptr<Operation> operation = state_->finished.take();
+  if (operation != nullptr && operation->completion.failure().code == Errc::kOk) {
+    state_->finished_bytes.fetch_add(operation->bytes(), std::memory_order_relaxed);
+  }
+  return operation;
+}
+
+void* Worker::allocate(std::size_t bytes) noexcept {
+  const std::uint64_t offset = state_->arena.allocate(bytes);
+  return offset == Arena::kNoSpace ? nullptr : state_->arena.at(offset);
+}
+void Worker::free(void* memory) noexcept {
+  const std::byte* base = state_->arena_segments[state_->options.local_rank].data();
+  (void)state_->arena.free(static_cast<std::uint64_t>(static_cast<std::byte*>(memory) - base));
+}
+std::size_t Worker::allocated_bytes() const noexcept { return state_->arena.allocated_bytes(); }
+
+void Worker::abort(std::uint32_t member, int cause) noexcept {
+  state_->table.abort(member, static_cast<Cause>(cause));
+  state_->network.wake();
+}
+bool Worker::aborted() const noexcept { return state_->table.aborted(); }
+std::uint32_t Worker::aborted_member() const noexcept { return state_->table.aborted_member(); }
+int Worker::aborted_cause() const noexcept { return static_cast<int>(state_->table.aborted_cause()); }
+void Worker::shutdown(int timeout_ms) noexcept { state_->shutdown(timeout_ms); }
+bool Worker::is_forked() const noexcept { return ::getpid() != state_->pid; }
+bool Worker::take_log(LogRecord* record) noexcept { return state_->log.take(record); }
+int Worker::disagreement_descriptor() const noexcept { return state_->finished.disagreement_event.descriptor(); }
+void Worker::take_disagreements(std::vector<Disagreement>* out) noexcept {
+  (void)state_->finished.disagreement_event.drain();
+  state_->finished.disagreements.drain(out);
+}
+void Worker::waiting(std::int64_t older_than_ms, std::size_t limit, std::vector<TaskTable::Waiting>* out) const {
+  state_->tasks.waiting(now_ms() - older_than_ms, limit, out);
+}
+std::uint64_t Worker::owner_received_bytes() const noexcept { return state_->network.engine_counters().received_bytes; }
+std::uint64_t Worker::owner_sent_bytes() const noexcept { return state_->network.engine_counters().sent_bytes; }
+std::uint64_t Worker::finished_bytes() const noexcept { return state_->finished_bytes.load(std::memory_order_relaxed); }
+bool Worker::is_readable_by_others() const noexcept {
+  return state_->table.status(state_->options.local_rank).reachable_by.load(std::memory_order_relaxed) + 1 ==
+         state_->options.local_size;
+}
+
+}  // namespace commlib
