@@ -207,7 +207,8 @@ class Config:
     @property
     def is_one_machine(self) -> bool:
         """True if nobody outside this machine can be a member; its "hosts" may still be several, by their labels."""
-        return self.is_one_host or (self.scheduler is not None and is_loopback(split_address(self.scheduler)[0]))
+        addresses = self.scheduler_addresses()
+        return all(is_loopback(split_address(address)[0]) for address in addresses)
 
     def scheduler_addresses(self) -> tuple[str, ...]:
         """Every ``host:port`` where the scheduler may be, the likeliest first. Empty where the job needs no address."""

@@ -23,7 +23,7 @@ def _warn_of_stall(report: StallReport) -> None:
 class Hooks:
     """Called on the control thread, one at a time. They must not block; what they raise is logged and forgotten.
 
-    Each of ``on_lost``, ``on_scheduler_lost`` and ``on_over`` is also called for what happened before they were attached.
+    ``on_lost``, ``on_scheduler_lost`` and ``on_over`` are also called for what happened before they were attached.
     """
 
     on_lost: Callable[[int | None, str, str], None] = lambda rank, host, cause: None  # a member: rank, host, cause
@@ -40,7 +40,7 @@ class Hooks:
 class Control(ABC):
     """One member's side of the control plane. Every method may be called from any thread, but not from a hook.
 
-    After a fork the child has no control plane: there every method raises NotInitializedError, and close() does nothing.
+    A forked child has no control plane: there every method raises NotInitializedError, but close() does nothing.
     """
 
     @abstractmethod

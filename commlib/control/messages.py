@@ -94,6 +94,7 @@ class Hello(Struct, frozen=True, tag=True, kw_only=True):
     protocol: int
     version: Text
     job: Text
+    instance: Text  # made at random for this one member, for this one time
     role: Text
     host: Text
     pid: Count
@@ -271,9 +272,8 @@ class Error(Struct, frozen=True, tag=True):
     reason: str
 
 
-FromMember = (
-    Probe | Hello | WhoIsMissing | Endpoint | Wired | Declare | Report | Stalled | Submitted | Gone | Bye
-)  # fmt: skip
+MemberSays = WhoIsMissing | Endpoint | Wired | Declare | Report | Stalled | Submitted | Gone | Bye
+FromMember = Probe | Hello | MemberSays
 FromScheduler = (
     Here
     | Missing

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's socket: who may connect, who says what, and who hangs up."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import zmq
+
+from commlib.control import messages as m
+from commlib.control.addresses import bindable, join_address, split_address
+from commlib.control.monitor import take_events
+from commlib.control.security import Keys, Zap
+from commlib.errors import ConfigError
+
+__all__ = ["AddressTaken", "Links", "SchedulerOptions"]
+
+log = logging.getLogger("commlib")
+
+HEARTBEAT_S = 2.0
+HANDSHAKE_S = 10.0
+FLUSH_S = 1.0
+MAX_MESSAGE_BYTES = 64 << 20
+MAX_QUEUED_MESSAGES = 100_000
+BATCH = 256  # messages between two looks at everything else
+
+
+class AddressTaken(ConfigError):  # noqa: N818 - says what it is
+    """Somebody listens there already."""
+
+
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """What a scheduler has to know; the rest it learns from the workers' Hellos."""
+
+    job: str
+    keys: Keys = field(repr=False)
+    addresses: tuple[str, ...]  # the first free of these: host:port (port 0: any) or ipc://@name
+    connect_timeout_s: float = 120.0
+    peer_timeout_s: float = 30.0
+    starter: str = ""  # the `instance` of the member whose child the scheduler is
+
+
+class Links:
+    """A ROUTER and its connections.
+
+    ZeroMQ's monitor names descriptors, and its messages say from which descriptor they came. A descriptor's number is
+    used again soon after it is closed, and events and messages come through different queues. But ZeroMQ reports a
+    hang-up before it closes the descriptor; so when a message has come, the events of all earlier connections with the
+    same number are already there, and are read first.
+    """
+
+    def __init__(self, options: SchedulerOptions) -> None:
+        self._addresses = options.addresses
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._zap = Zap(self._context, options.keys)
+        self._router = self._context.socket(zmq.ROUTER)
+        _configure(self._router, options)
+        self._monitor = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._open: set[int] = set()
+        self._identities: dict[int, bytes] = {}
+
+    def bind(self) -> str:
+        """Listen at the first free address; returns it, with the port that was chosen where any would do.
+
+        Raises AddressTaken if none is free, ConfigError if none can be listened at.
+        """
+        for address in self._addresses:
+            try:
+                return self._bind(address)
+            except AddressTaken:
+                if len(self._addresses) == 1:
+                    raise
+        if not self._addresses:
+            raise ConfigError("there is no address for the scheduler; expected COMMLIB_SCHEDULER=host:port")
+        first, last = self._addresses[0], self._addresses[-1]
+        raise AddressTaken(f"the scheduler cannot listen at any of {first} … {last}: all are taken")
+
+    def _bind(self, address: str) -> str:
+        is_local = address.startswith("ipc://")
+        endpoints = [address] if is_local else bindable(address)
+        for endpoint in endpoints:
+            self._router.ipv6 = "[" in endpoint
+            try:
+                self._router.bind(endpoint)
+                break
+            except zmq.ZMQError as error:
+                if error.errno == errno.EADDRINUSE:
+                    way_out = (
+                        "give this one another COMMLIB_JOB" if is_local else "set COMMLIB_SCHEDULER to another port"
+                    )
+                    raise AddressTaken(
+                        f"the scheduler cannot listen at {address}: the address is taken. Another job is using it, or "
+                        f"an earlier one has not ended; {way_out}"
+                    ) from None
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.ENODEV) or endpoint is endpoints[-1]:
+                    raise ConfigError(f"the scheduler cannot listen at {address}: {error.strerror}") from None
+        if is_local:
+            return address
+        port = int(self._router.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2].rstrip("\0"))
+        return join_address(split_address(address)[0], port)
+
+    def sockets(self) -> Iterable[zmq.Socket[bytes]]:
+        """Readable when `events` has something."""
+        return (self._router, self._monitor, self._zap.socket)
+
+    def events(self) -> Iterator[tuple[bytes, m.FromMember | None]]:
+        """What has happened, a bounded batch: (member, what it says), or (member, None) when it has hung up."""
+        while self._zap.socket.poll(0):
+            self._zap.answer()
+        for _ in range(BATCH):
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            identity, descriptor = frames[0].bytes, int(frames[-1].get(zmq.SRCFD))
+            yield from self._hung_up()
+            stands = descriptor in self._open
+            if stands:
+                self._identities[descriptor] = identity
+            try:
+                yield identity, m.decode_from_member(frames[1].buffer if len(frames) == 2 else b"")
+            except m.MalformedMessage as error:
+                log.warning("a malformed message from a member of the job: %s", error)
+                self.send(identity, m.Error(f"malformed message: {error}"))
+            if not stands:
+                yield identity, None
+        yield from self._hung_up()
+
+    def _hung_up(self) -> Iterator[tuple[bytes, None]]:
+        for event, descriptor in take_events(self._monitor):
+            if event == zmq.EVENT_ACCEPTED:
+                self._open.add(descriptor)
+                continue
+            self._open.discard(descriptor)
+            if (identity := self._identities.pop(descriptor, None)) is not None:
+                yield identity, None
+
+    def send(self, identity: bytes, message: m.FromScheduler) -> None:
+        """Say something to one member."""
+        self.send_each((identity,), message)
+
+    def send_each(self, identities: Iterable[bytes], message: m.FromScheduler) -> None:
+        """Say the same to several members. Never blocks; who is gone does not hear it."""
+        data = m.encode(message)
+        for identity in identities:
+            try:
+                self._router.send_multipart([identity, data], zmq.NOBLOCK)
+            except zmq.ZMQError as error:  # gone, as its link will tell, or it has let MAX_QUEUED_MESSAGES pile up
+                log.debug("%s was not delivered: %s", type(message).__name__, error)
+
+    def close(self) -> None:
+        """Send what is still to be sent, for FLUSH_S at most, and free everything."""
+        self._router.disable_monitor()
+        self._monitor.close(linger=0)
+        self._router.close()
+        self._zap.close()
+        self._context.term()
+
+
+def _configure(router: zmq.Socket[bytes], options: SchedulerOptions) -> None:
+    options.keys.secure_scheduler(router)
+    router.router_mandatory = True  # a message to somebody who is gone is an error, not silence
+    router.sndhwm = router.rcvhwm = MAX_QUEUED_MESSAGES
+    router.maxmsgsize = MAX_MESSAGE_BYTES
+    router.handshake_ivl = int(HANDSHAKE_S * 1000)
+    router.linger = int(FLUSH_S * 1000)
+    set_heartbeats(router, options.peer_timeout_s)
+
+
+def set_heartbeats(socket: zmq.Socket[bytes], peer_timeout_s: float) -> None:
+    """Have ZeroMQ's own thread, which no GIL can stop, notice a silent peer after `peer_timeout_s` seconds."""
+    timeout_ms = max(1, int(peer_timeout_s * 1000))
+    socket.heartbeat_ivl = min(int(HEARTBEAT_S * 1000), timeout_ms)
+    socket.heartbeat_timeout = timeout_ms
+    socket.heartbeat_ttl = min(timeout_ms, 6_553_500)  # what its 16 bits of tenths of a second can say
