@@ -49,7 +49,7 @@ struct WorkerOptions {
 };
 
 struct Request {
-  std::shared_ptr<KeyRecord> key;
+  std::shared_ptr<KeyRecord> key;  // taken (KeyRecord::try_take) by the caller
   std::uint64_t hash = 0;
   Collective collective = Collective::kReduce;
   ReduceOp op = ReduceOp::kSum;  // kSum for all but kReduce
@@ -63,6 +63,9 @@ struct Request {
   bool synchronous = false;  // the caller will wait() at once and do the work itself where it can
 };
 
+// For an `except +` translator: the code of the exception being handled (kInternal for any but Error) and its text.
+[[nodiscard]] int current_exception(char* text, std::size_t bytes) noexcept;
+
 class Worker {
  public:
   explicit Worker(WorkerOptions options);  // throws Error; `options`' sockets are taken also then
@@ -72,8 +75,9 @@ class Worker {
 
   [[nodiscard]] static std::size_t table_bytes(std::uint32_t local_size) noexcept;
 
-  // Any thread. kOk: `*operation` is in flight, its custody held until reaped. kDuplicateName: that name is. kPeerLost,
-  // kShutDown, kUnsupported, kNotInitialized (in a forked child), kInternal (the key has too few rows): nothing has happened.
+  // Any thread. kOk: `*operation` is in flight, its custody held until reaped; its name is free again when it completes.
+  // kPeerLost, kShutDown, kUnsupported, kNotInitialized (in a forked child), kInternal (the key has too few rows): nothing
+  // has happened, and the key is still taken.
   [[nodiscard]] Errc submit(const Request& request, std::shared_ptr<Operation>* operation);
   // Waits at most `timeout_ms` (−1: for ever), carrying the operation out if it was submitted synchronously; true if it is
   // done. One thread at a time for a synchronous one.

@@ -3,7 +3,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include "base/clock.hpp"
@@ -249,7 +251,6 @@ Errc Worker::State::submit(const Request& request, std::shared_ptr<Operation>* o
   }
   auto operation = std::make_shared<Operation>();
   operation->parts = std::make_unique<PartTask[]>(parts);
-  if (request.key->in_flight.exchange(true, std::memory_order_acq_rel)) return Errc::kDuplicateName;
   operation->key = request.key;
   operation->round = request.key->round.fetch_add(1, std::memory_order_relaxed) + 1;
   operation->hash = request.hash;
@@ -410,6 +411,23 @@ void Worker::State::fail_rest() noexcept {
       finish_part(*task, failure, finished);
     }
   }
+}
+
+int current_exception(char* text, std::size_t bytes) noexcept {
+  try {
+    throw;
+  } catch (const Error& error) {
+    std::snprintf(text, bytes, "%s", error.what());
+    return static_cast<int>(error.code());
+  } catch (const std::bad_alloc& error) {
+    std::snprintf(text, bytes, "out of memory");
+    return static_cast<int>(Errc::kOutOfMemory);
+  } catch (const std::exception& error) {
+    std::snprintf(text, bytes, "%s", error.what());
+  } catch (...) {
+    std::snprintf(text, bytes, "an exception of no known kind");
+  }
+  return static_cast<int>(Errc::kInternal);
 }
 
 Worker::Worker(WorkerOptions options) : state_(std::make_unique<State>(std::move(options))) {}

@@ -69,7 +69,7 @@ void finish_part(PartTask& task, Failure failure, FinishedList& finished) noexce
   const std::uint64_t word = operation->first_failure.load(std::memory_order_acquire);
   const Failure outcome{static_cast<Errc>(word >> 32), static_cast<std::uint32_t>(word)};
   // The name is free before anybody can learn that the operation is over.
-  operation->key->in_flight.store(false, std::memory_order_release);
+  operation->key->give_back();
   if (outcome.code == Errc::kMismatch) {
     finished.disagreements.push({operation->key->name, operation->round});
     finished.disagreement_event.signal();

@@ -64,11 +64,17 @@ struct KeyRecord {
   std::atomic<std::uint64_t> round{0};                            // rounds submitted by this process
   std::atomic<bool> in_flight{false};
 
+  // A name has one round in flight: false if it has one already. Taken until the operation completes, or `give_back`.
+  [[nodiscard]] bool try_take() noexcept { return !in_flight.exchange(true, std::memory_order_acq_rel); }
+  void give_back() noexcept { in_flight.store(false, std::memory_order_release); }
+
+  // Only by who has taken the key.
   [[nodiscard]] std::uint32_t rows() const noexcept {
     std::uint32_t total = 0;
     for (const auto& extent : extents) total += extent.second;
     return total;
   }
+  [[nodiscard]] std::uint64_t rounds() const noexcept { return round.load(std::memory_order_relaxed); }
   [[nodiscard]] RowIndex row_of(std::uint32_t part) const noexcept {
     for (const auto& [first, count] : extents) {
       if (part < count) return first + part;

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""commlib: sums and averages of named buffers over processes and hosts, at the speed of the hardware.
+
+Start with :func:`init`, then :func:`push_pull`. Framework adapters are ``commlib.torch`` and ``commlib.tensorflow``;
+nothing of them is imported here.
+"""
+
+from commlib import errors
+from commlib._core import Handle
+from commlib._version import __version__
+from commlib.api import (
+    Average,
+    Max,
+    Min,
+    Product,
+    ReduceOp,
+    Sum,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_object,
+    declare,
+    empty,
+    get_include,
+    get_push_pull_speed,
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    node_rank,
+    num_nodes,
+    num_servers,
+    poll,
+    push_pull,
+    push_pull_,
+    push_pull_async,
+    push_pull_async_,
+    push_pull_ptr,
+    rank,
+    run,
+    shutdown,
+    size,
+    synchronize,
+    zeros,
+)
+from commlib.config import Config
+
+__all__ = [
+    "Average",
+    "Config",
+    "Handle",
+    "Max",
+    "Min",
+    "Product",
+    "ReduceOp",
+    "Sum",
+    "__version__",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_object",
+    "declare",
+    "empty",
+    "errors",
+    "get_include",
+    "get_push_pull_speed",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "node_rank",
+    "num_nodes",
+    "num_servers",
+    "poll",
+    "push_pull",
+    "push_pull_",
+    "push_pull_async",
+    "push_pull_async_",
+    "push_pull_ptr",
+    "rank",
+    "run",
+    "shutdown",
+    "size",
+    "synchronize",
+    "zeros",
+]

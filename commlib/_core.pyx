@@ -1,0 +1,747 @@
+# SPDX-License-Identifier: Apache-2.0
+# cython: language_level=3, freethreading_compatible=False
+"""The binding: checks arguments, drops the GIL, calls one thing of the core. What it does not know it asks `Session`."""
+
+cimport cython
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.object cimport PyObject
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
+from cpython.ref cimport Py_DECREF, Py_INCREF
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
+from libcpp cimport bool
+from libcpp.memory cimport make_shared, shared_ptr
+from libcpp.vector cimport vector
+
+from commlib._native cimport *
+
+import time
+
+from commlib import errors
+
+
+cdef extern from "Python.h":
+    int PyObject_CheckBuffer(object obj)
+    int PyObject_GetBuffer(object obj, Py_buffer* view, int flags) except -1
+    void PyBuffer_Release(Py_buffer* view)
+    int PyBuffer_FillInfo(Py_buffer* view, object exporter, void* buf, Py_ssize_t len, int readonly, int flags) except -1
+    int PyBUF_FORMAT
+    int PyBUF_ND
+    int PyBUF_C_CONTIGUOUS
+    int PyBUF_WRITABLE
+
+
+# The layout of DLPack's unversioned capsule (https://dmlc.github.io/dlpack/latest/c_api.html).
+cdef struct DLTensor:
+    void* data
+    int32_t device_type
+    int32_t device_id
+    int32_t ndim
+    uint8_t code
+    uint8_t bits
+    uint16_t lanes
+    int64_t* shape
+    int64_t* strides
+    uint64_t byte_offset
+
+
+cdef int kCpuDevice = 1
+
+DTYPE_NAMES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+OP_NAMES = ("average", "sum", "min", "max", "product")
+COLLECTIVE_NAMES = ("push_pull", "broadcast", "barrier")
+cdef dict DTYPE_NUMBERS = {name: number for number, name in enumerate(DTYPE_NAMES)}
+cdef int[10] ITEM_BYTES = [1, 1, 1, 2, 4, 8, 2, 2, 4, 8]
+cdef int kUint8 = 1
+cdef int kBfloat16 = 7
+cdef int kAverage = 0
+cdef int kSum = 1
+cdef int kReduce = 0
+cdef int kBroadcast = 1
+cdef int kBarrier = 2
+cdef int kUnnamed = 1024
+# Ctrl-C is seen between waits of this length.
+cdef int kSliceMs = 100
+
+
+def dtype_number(dtype) -> int:
+    """The number in the core of a dtype given by number or name; UnsupportedError if it is none of the ten."""
+    if isinstance(dtype, int) and 0 <= dtype < 10:
+        return dtype
+    number = DTYPE_NUMBERS.get(str(dtype))
+    if number is None:
+        raise _unsupported_dtype(dtype)
+    return number
+
+
+def _unsupported_dtype(dtype):
+    return errors.UnsupportedError(f"dtype {dtype} is not supported; commlib moves {', '.join(DTYPE_NAMES)}")
+
+
+@cython.final
+@cython.no_gc_clear  # the memory must outlive whoever still reads it, also in a reference cycle
+cdef class Buffer:
+    """Somebody's contiguous CPU memory, held from creation to destruction: it cannot be moved or freed meanwhile."""
+
+    cdef Py_buffer view
+    cdef bint has_view
+    cdef void* data
+    cdef uint64_t count
+    cdef int dtype
+    cdef tuple shape
+    cdef object keep  # a DLPack capsule, or what the caller says keeps the memory alive
+
+    def __dealloc__(self):
+        if self.has_view:
+            PyBuffer_Release(&self.view)
+
+    cdef uint64_t nbytes(self):
+        return self.count * ITEM_BYTES[self.dtype]
+
+    @staticmethod
+    cdef Buffer of(object tensor, bint writable):
+        cdef Buffer self = Buffer.__new__(Buffer)
+        if PyObject_CheckBuffer(tensor):
+            self.take_buffer(tensor, writable)
+        elif hasattr(tensor, "__dlpack__"):
+            self.take_dlpack(tensor)
+        else:
+            raise errors.UnsupportedError(
+                f"a {type(tensor).__name__} has neither the buffer protocol nor DLPack; pass a NumPy array, "
+                "a memoryview or a CPU tensor, or use push_pull_ptr"
+            )
+        return self
+
+    @staticmethod
+    cdef Buffer at(uintptr_t address, uint64_t count, int dtype, object keep):
+        cdef Buffer self = Buffer.__new__(Buffer)
+        if address == 0 and count != 0:
+            raise ValueError("the address of the buffer is 0")
+        self.data = <void*>address
+        self.count = count
+        self.dtype = dtype
+        self.shape = (count,)
+        self.keep = keep
+        return self
+
+    cdef int take_buffer(self, object tensor, bint writable) except -1:
+        cdef int flags = PyBUF_FORMAT | PyBUF_ND | PyBUF_C_CONTIGUOUS
+        cdef int override = -1
+        # NumPy cannot export ml_dtypes.bfloat16; its bits it can.
+        if getattr(getattr(tensor, "dtype", None), "name", None) == "bfloat16":
+            tensor = tensor.view("int16")
+            override = kBfloat16
+        try:
+            PyObject_GetBuffer(tensor, &self.view, flags | (PyBUF_WRITABLE if writable else 0))
+        except (BufferError, ValueError) as error:
+            raise self.why_refused(tensor, writable, error) from None
+        self.has_view = True
+        self.dtype = override if override >= 0 else dtype_of_format(self.view.format, self.view.itemsize)
+        if self.dtype < 0:
+            raise _unsupported_dtype(self.view.format.decode("ascii", "replace"))
+        self.data = self.view.buf
+        self.count = self.view.len // self.view.itemsize
+        cdef int i
+        self.shape = tuple([self.view.shape[i] for i in range(self.view.ndim)])
+        return 0
+
+    cdef object why_refused(self, object tensor, bint writable, object error):
+        cdef Py_buffer any_view
+        try:
+            PyObject_GetBuffer(tensor, &any_view, PyBUF_FORMAT | PyBUF_ND | PyBUF_C_CONTIGUOUS)
+        except (BufferError, ValueError):
+            return errors.UnsupportedError(
+                f"the buffer is not C-contiguous ({error}); pass a contiguous copy, as numpy.ascontiguousarray makes"
+            )
+        PyBuffer_Release(&any_view)
+        return errors.UnsupportedError(f"the buffer is read-only, but the result is to be written there ({error})")
+
+    cdef int take_dlpack(self, object tensor) except -1:
+        device = tensor.__dlpack_device__() if hasattr(tensor, "__dlpack_device__") else (kCpuDevice, 0)
+        if int(device[0]) != kCpuDevice:
+            raise errors.UnsupportedError("the tensor is not in CPU memory; copy it to the CPU first")
+        try:
+            capsule = tensor.__dlpack__()
+        except BufferError as error:
+            raise errors.UnsupportedError(f"the {type(tensor).__name__} does not give its memory: {error}") from None
+        if not PyCapsule_IsValid(capsule, "dltensor"):
+            raise errors.UnsupportedError(f"the {type(tensor).__name__} gave no DLPack capsule that commlib can read")
+        # The capsule is not consumed: its own destructor gives the memory back when this object goes.
+        self.keep = capsule
+        cdef DLTensor* dl = <DLTensor*>PyCapsule_GetPointer(capsule, "dltensor")
+        self.dtype = dtype_of_dlpack(dl.code, dl.bits, dl.lanes)
+        if self.dtype < 0:
+            raise _unsupported_dtype(getattr(tensor, "dtype", "of DLPack"))
+        cdef int i
+        cdef int64_t expected = 1
+        cdef bint contiguous = True
+        self.count = 1
+        for i in range(dl.ndim - 1, -1, -1):
+            if dl.strides != NULL and dl.shape[i] > 1 and dl.strides[i] != expected:
+                contiguous = False
+            expected *= dl.shape[i]
+            self.count *= <uint64_t>dl.shape[i]
+        if not contiguous and self.count != 0:
+            raise errors.UnsupportedError("the tensor is not C-contiguous; pass a contiguous copy")
+        self.shape = tuple([dl.shape[i] for i in range(dl.ndim)])
+        self.data = <char*>dl.data + dl.byte_offset
+        return 0
+
+
+cdef int dtype_of_format(const char* format, Py_ssize_t itemsize) noexcept:
+    """The dtype of a PEP 3118 format in native byte order, −1 if it is not one of the ten."""
+    if format == NULL:
+        return kUint8
+    cdef int i = 1 if format[0] in b"@=<" else 0
+    cdef char kind = format[i]
+    if kind == 0 or format[i + 1] != 0:
+        return -1
+    if kind == b"?":
+        return 0
+    if kind in b"bhilqn":
+        return 2 if itemsize == 1 else 3 if itemsize == 2 else 4 if itemsize == 4 else 5 if itemsize == 8 else -1
+    if kind in b"BHILQN":
+        return kUint8 if itemsize == 1 else -1
+    if kind == b"e":
+        return 6
+    if kind == b"f":
+        return 8
+    if kind == b"d":
+        return 9
+    return -1
+
+
+cdef int dtype_of_dlpack(int code, int bits, int lanes) noexcept:
+    if lanes != 1:
+        return -1
+    if code == 6 and bits == 8:
+        return 0
+    if code == 1:
+        return kUint8 if bits == 8 else -1
+    if code == 0:
+        return 2 if bits == 8 else 3 if bits == 16 else 4 if bits == 32 else 5 if bits == 64 else -1
+    if code == 4 and bits == 16:
+        return kBfloat16
+    if code == 2:
+        return 6 if bits == 16 else 8 if bits == 32 else 9 if bits == 64 else -1
+    return -1
+
+
+@cython.final
+cdef class Key:
+    """A name: the core's record, and what was last said of it, so that it is said again without work."""
+
+    cdef shared_ptr[CppKeyRecord] record
+    cdef shared_ptr[CppOperation] last
+    cdef int collective, op, dtype, root
+    cdef tuple shape
+    cdef str compression
+    cdef uint64_t hash
+    cdef list history  # (first round, signature): enough to explain a recent mismatch
+
+    cdef uint64_t agree(self, object session, int collective, int op, int dtype, int root, tuple shape, str compression):
+        """The hash of the signature, computed when it is another than last time. Only by who has taken the key."""
+        if (self.history is not None and collective == self.collective and op == self.op and dtype == self.dtype
+                and root == self.root and shape == self.shape and compression == self.compression):
+            return self.hash
+        self.collective, self.op, self.dtype, self.root = collective, op, dtype, root
+        self.shape, self.compression = shape, compression
+        signature = (COLLECTIVE_NAMES[collective], OP_NAMES[op] if collective == kReduce else "",
+                     DTYPE_NAMES[dtype], shape, root if collective == kBroadcast else None, compression)
+        self.hash = session.hash_of(signature)
+        if self.history is None:
+            self.history = []
+        self.history.append((self.record.get().rounds() + 1, signature))
+        del self.history[:-8]
+        return self.hash
+
+
+@cython.final
+@cython.no_gc_clear
+cdef class Handle:
+    """An operation in flight. It holds its buffers; dropping it does not cancel anything.
+
+    May be waited for from any thread, polled, and awaited in any asyncio event loop.
+    """
+
+    cdef shared_ptr[CppOperation] operation
+    cdef Worker worker
+    cdef object result
+    cdef readonly str name
+    cdef Key key
+    cdef bint synchronous
+
+    def __dealloc__(self):
+        # Not waited for to the end, by a thread that was interrupted: the loop takes over.
+        if self.synchronous and self.operation.get() != NULL and self.worker is not None and self.worker.core != NULL:
+            if not self.worker.core.is_forked():
+                self.worker.core.hand_over(self.operation.get()[0])
+
+    def done(self) -> bool:
+        """True when the operation has ended, with a result or with an error. Does not block."""
+        return self.operation.get().completion.done()
+
+    def wait(self, timeout=None):
+        """Block until the operation has ended and return its result: the array that was given, or the new one.
+
+        `timeout` in seconds; None: the job's COMMLIB_OPERATION_TIMEOUT_S. The GIL is released and Ctrl-C is seen within
+        0.1 s. Raises what the operation failed with, or OperationTimeout: it then stays in flight, holds its buffers, and
+        may be waited for again.
+        """
+        if not self.operation.get().completion.done():
+            self.block(self.worker.default_timeout if timeout is None else float(timeout))
+        self.worker.reap()
+        cdef CppFailure failure = self.operation.get().completion.failure()
+        if failure.code != Errc.kOk:
+            raise self.worker.session.failure(<int>failure.code, failure.member, self.name, self.operation.get().round)
+        return self.result
+
+    cdef int block(self, double timeout) except -1:
+        cdef double deadline = time.monotonic() + timeout
+        cdef double left = timeout
+        cdef int slice_ms
+        cdef bint done = False
+        try:
+            while True:
+                slice_ms = kSliceMs if left * 1000 > kSliceMs else max(<int>(left * 1000), 0)
+                with nogil:
+                    done = self.worker.core.wait(self.operation.get()[0], slice_ms)
+                if done:
+                    self.synchronous = False
+                    return 0
+                PyErr_CheckSignals()
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise errors.OperationTimeout(
+                        f'"{self.name.lstrip(chr(0))}" has not completed after {timeout:g} s; it stays in flight'
+                    )
+        finally:
+            if self.synchronous:
+                self.synchronous = False
+                self.worker.core.hand_over(self.operation.get()[0])
+
+    def exception(self):
+        """What the operation failed with, None if it succeeded. Raises OperationTimeout if it has not ended yet."""
+        try:
+            self.wait(0)
+        except errors.OperationTimeout as error:
+            if not self.done():
+                raise
+            return error
+        except errors.CommlibError as error:
+            return error
+        return None
+
+    def __await__(self):
+        return self.worker.session.wait_in_event_loop(self).__await__()
+
+    def subscribe(self, CompletionQueue queue, uint64_t token):
+        """Have `token` put into `queue` when the operation ends."""
+        self.operation.get().completion.subscribe(queue.queue, token)
+
+
+@cython.final
+cdef class CompletionQueue:
+    """Tokens of operations that have ended, and a descriptor that is readable when there are any."""
+
+    cdef shared_ptr[CppCompletionQueue] queue
+
+    def __cinit__(self):
+        self.queue = make_shared[CppCompletionQueue]()
+
+    def fileno(self) -> int:
+        return self.queue.get().event.descriptor()
+
+    def take(self) -> list:
+        cdef vector[uint64_t] tokens
+        self.queue.get().event.drain()
+        self.queue.get().tokens.drain(&tokens)
+        return list(tokens)
+
+
+@cython.final
+@cython.no_gc_clear  # gives its memory back to the worker
+cdef class ArenaBlock:
+    """Memory of the arena, as a buffer of bytes. Back in the arena when nothing refers to it any more."""
+
+    cdef Worker worker
+    cdef void* data
+    cdef Py_ssize_t bytes
+
+    def __getbuffer__(self, Py_buffer* view, int flags):
+        PyBuffer_FillInfo(view, self, self.data, self.bytes, 0, flags)
+
+    def __len__(self):
+        return self.bytes
+
+    def __dealloc__(self):
+        # A forked child must not give back what is the parent's.
+        if self.data != NULL and not self.worker.core.is_forked():
+            with nogil:
+                self.worker.core.free(self.data)
+
+
+@cython.final
+@cython.no_gc_clear  # C++ depends on it as long as an operation is in flight
+cdef class Worker:
+    """This process's part of the job. Made by Session from what the control plane has connected."""
+
+    cdef CppWorker* core
+    cdef dict keys
+    cdef readonly object session
+    cdef double default_timeout
+    cdef uint64_t[3] unnamed
+    cdef int size
+
+    def __cinit__(self, session, wiring, *, double default_timeout, int route, int log_level):
+        self.keys = {}
+        self.session = session
+        self.default_timeout = default_timeout
+        self.size = wiring.size
+        cdef WorkerOptions options
+        options.rank, options.size = wiring.rank, wiring.size
+        options.local_rank, options.local_size = wiring.local_rank, wiring.local_size
+        options.node, options.nodes, options.servers = wiring.node, wiring.num_nodes, wiring.num_servers
+        options.node_of_rank = [member.node for member in wiring.members]
+        local = sorted((m for m in wiring.members if m.node == wiring.node), key=lambda m: m.local_rank)
+        options.local_ranks = [member.rank for member in local]
+        options.roots = roots_of(wiring)
+        options.ranks_per_host = wiring.ranks_per_node
+        options.table_fd = wiring.table_fd
+        options.arena_fds = wiring.arena_fds
+        options.arena_bytes = wiring.arena_bytes
+        options.local_pids = wiring.local_pids
+        options.local_sockets = [wiring.local_socket_fds.get(rank, -1) for rank in range(wiring.local_size)]
+        options.streams = streams_of(wiring)
+        options.partition_bytes = wiring.parameters.partition_bytes
+        options.credit_bytes = wiring.parameters.credit_bytes
+        options.peer_timeout_ms = <int64_t>(wiring.parameters.peer_timeout_s * 1000)
+        options.route = <LocalRoute>route
+        options.log_level = log_level
+        self.core = new CppWorker(options)
+
+    def __dealloc__(self):
+        # C++ does nothing of consequence here in a forked child, and gives nothing back that another class owns.
+        if self.core != NULL:
+            with nogil:
+                del self.core
+
+    # Operations ------------------------------------------------------------------------------------------------------
+
+    def push_pull(self, tensor, name, int op, out, bint in_place, int priority, bint synchronous, str compression=""):
+        """Check, submit, and return the Handle."""
+        cdef Buffer source = Buffer.of(tensor, in_place)
+        cdef Buffer target = source
+        cdef object result = tensor
+        if op < 0 or op > 4:
+            raise ValueError(f"there is no operation number {op}")
+        if source.dtype == 0 and op == kAverage:
+            raise errors.UnsupportedError("bool has no average; use op=Sum or Max (or), Product or Min (and)")
+        if not in_place:
+            result = self.session.empty_for(tensor, source.shape, DTYPE_NAMES[source.dtype]) if out is None else out
+            if result is not tensor:
+                target = Buffer.of(result, True)
+                check_target(source, target)
+        return self.submit(source, target, result, name, kReduce, op, 0, priority, synchronous, compression)
+
+    def push_pull_ptr(self, uintptr_t ptr, uint64_t count, dtype, out_ptr, name, int op, int priority, owner,
+                      shape=None, str compression=""):
+        cdef int number = dtype_number(dtype)
+        if op < 0 or op > 4:
+            raise ValueError(f"there is no operation number {op}")
+        if number == 0 and op == kAverage:
+            raise errors.UnsupportedError("bool has no average; use op=Sum or Max (or), Product or Min (and)")
+        cdef Buffer source = Buffer.at(ptr, count, number, owner)
+        cdef Buffer target = source if out_ptr is None else Buffer.at(<uintptr_t>out_ptr, count, number, owner)
+        if shape is not None:
+            source.shape = tuple(shape)
+        check_target(source, target)
+        return self.submit(source, target, owner, name, kReduce, op, 0, priority, False, compression)
+
+    def broadcast(self, tensor, int root, name, int priority, bint synchronous):
+        """In place; only the root's buffer may be read-only."""
+        if not 0 <= root < self.size:
+            raise ValueError(f"root_rank is {root}, but ranks go from 0 to {self.size - 1}")
+        cdef Buffer buffer = Buffer.of(tensor, root != self.session.rank)
+        return self.submit(buffer, buffer, tensor, name, kBroadcast, kSum, root, priority, synchronous, "")
+
+    def broadcast_ptr(self, uintptr_t ptr, uint64_t count, dtype, int root, name, int priority, owner, shape=None):
+        if not 0 <= root < self.size:
+            raise ValueError(f"root_rank is {root}, but ranks go from 0 to {self.size - 1}")
+        cdef Buffer buffer = Buffer.at(ptr, count, dtype_number(dtype), owner)
+        if shape is not None:
+            buffer.shape = tuple(shape)
+        return self.submit(buffer, buffer, owner, name, kBroadcast, kSum, root, priority, False, "")
+
+    def barrier(self):
+        cdef Buffer nothing = Buffer.at(0, 0, kUint8, None)
+        return self.submit(nothing, nothing, None, None, kBarrier, kSum, 0, 0, True, "")
+
+    cdef Handle submit(self, Buffer source, Buffer target, object result, name, int collective, int op, int root,
+                       int priority, bint synchronous, str compression):
+        self.reap()
+        cdef Key key = self.take_key(name, collective, source.nbytes())
+        cdef Handle handle = Handle.__new__(Handle)
+        cdef tuple custody = (source, target, result)
+        cdef Request request
+        cdef Errc code = Errc.kInternal
+        try:
+            request.hash = key.agree(self.session, collective, op, source.dtype, root, source.shape, compression)
+            request.key = key.record
+            request.collective = <Collective>collective
+            request.op = <ReduceOp>op
+            request.dtype = <DType>source.dtype
+            request.root = root
+            request.priority = priority
+            request.input = source.data
+            request.output = target.data
+            request.count = source.count
+            request.custody = <void*>custody
+            request.synchronous = synchronous
+            # The core's reference, given back by reap().
+            Py_INCREF(custody)
+            with nogil:
+                code = self.core.submit(request, &handle.operation)
+            if code != Errc.kOk:
+                Py_DECREF(custody)
+                raise self.session.refusal(<int>code, name)
+        finally:
+            if code != Errc.kOk:
+                key.record.get().give_back()
+        key.last = handle.operation
+        handle.worker = self
+        handle.result = result
+        handle.key = key
+        handle.name = (<bytes>key.record.get().name).decode()
+        handle.synchronous = synchronous
+        return handle
+
+    cdef Key take_key(self, name, int collective, uint64_t nbytes):
+        """The key, taken, with rows enough."""
+        cdef Key key
+        cdef bint is_named = name is not None
+        cdef uint64_t number = 0
+        if not is_named:
+            number = self.unnamed[collective] % kUnnamed
+            self.unnamed[collective] += 1
+            name = f"\0{COLLECTIVE_NAMES[collective]}.{number}"
+        key = self.keys.get(name)
+        if key is None:
+            if not isinstance(name, str):
+                raise TypeError(f"a name is a str, not a {type(name).__name__}")
+            if is_named:
+                place = self.session.declare(name, nbytes)
+            else:
+                place = self.session.unnamed_key(COLLECTIVE_NAMES[collective], number)
+            key = self.add_key(name, place[0], place[1], place[2])
+        while not key.record.get().try_take():
+            if is_named:
+                raise errors.DuplicateNameError(
+                    f'"{name}" is in flight already: wait for it first, or give each tensor a name of its own'
+                )
+            # The same key, 1,024 operations ago; all ranks are here in the same order, so it will end.
+            self.join(key)
+        try:
+            if key.record.get().rows() < self.session.parts(nbytes):
+                place = self.session.declare(name, nbytes)
+                self.set_extents(key, place[0], place[1], place[2])
+        except BaseException:
+            key.record.get().give_back()
+            raise
+        return key
+
+    cdef int join(self, Key key) except -1:
+        cdef shared_ptr[CppOperation] last = key.last
+        while last.get() != NULL and not last.get().completion.done():
+            with nogil:
+                last.get().completion.wait(kSliceMs)
+            PyErr_CheckSignals()
+        return 0
+
+    cdef Key add_key(self, str name, uint64_t declared_key, uint64_t cursor, extents):
+        cdef Key key = Key.__new__(Key)
+        key.record = make_shared[CppKeyRecord]()
+        key.record.get().name = name.encode()
+        self.set_extents(key, declared_key, cursor, extents)
+        # Two threads may have declared it at once; the first one's stays.
+        return self.keys.setdefault(name, key)
+
+    cdef int set_extents(self, Key key, uint64_t declared_key, uint64_t cursor, extents) except -1:
+        key.record.get().declared_key = declared_key
+        key.record.get().cursor = cursor
+        key.record.get().extents.clear()
+        for first, rows in extents:
+            key.record.get().extents.push_back(pair[uint32_t, uint32_t](first, rows))
+        return 0
+
+    def add_declared(self, name, declared_key, cursor, extents):
+        """Take in what the scheduler said of a name before its first use."""
+        if name not in self.keys:
+            self.add_key(name, declared_key, cursor, extents)
+
+    def knows(self, str name) -> bool:
+        return name in self.keys
+
+    cdef int reap(self) except -1:
+        """Give back what finished operations have held."""
+        cdef shared_ptr[CppOperation] operation
+        while True:
+            operation = self.core.reap()
+            if operation.get() == NULL:
+                return 0
+            Py_DECREF(<object>operation.get().custody)
+
+    # Memory ----------------------------------------------------------------------------------------------------------
+
+    def allocate(self, size_t nbytes):
+        """An ArenaBlock, or None when the arena is full."""
+        cdef ArenaBlock block = ArenaBlock.__new__(ArenaBlock)
+        block.worker = self
+        block.bytes = nbytes
+        with nogil:
+            block.data = self.core.allocate(nbytes)
+        return block if block.data != NULL else None
+
+    def allocated_bytes(self) -> int:
+        return self.core.allocated_bytes()
+
+    # For the control plane -------------------------------------------------------------------------------------------
+
+    def submitted_round(self, str name) -> int:
+        cdef Key key = self.keys.get(name)
+        return 0 if key is None else key.record.get().rounds()
+
+    def disagreement_descriptor(self) -> int:
+        return self.core.disagreement_descriptor()
+
+    def take_disagreements(self) -> list:
+        """(name, round, signature) of rounds that have failed because the ranks disagree."""
+        cdef vector[CppDisagreement] found
+        self.core.take_disagreements(&found)
+        cdef Key key
+        result = []
+        for i in range(found.size()):
+            name = (<bytes>found[i].name).decode()
+            key = self.keys[name]
+            signature = next((s for first, s in reversed(key.history) if first <= found[i].round), key.history[0][1])
+            result.append((name, found[i].round, signature))
+        return result
+
+    def waiting(self, double older_than_s, size_t limit=64) -> list:
+        """(name, round) of the oldest operations that have been in flight for longer than that."""
+        cdef vector[CppWaiting] found
+        self.core.waiting(<int64_t>(older_than_s * 1000), limit, &found)
+        return [((<bytes>found[i].name).decode(), found[i].round) for i in range(found.size())]
+
+    def take_log(self) -> list:
+        """(level, text) of what the core has to say."""
+        return take_log_of(self.core, NULL)
+
+    def abort(self, uint32_t member, int cause):
+        self.core.abort(member, cause)
+
+    def aborted(self):
+        """(member, cause) once the job has failed, else None."""
+        return (self.core.aborted_member(), self.core.aborted_cause()) if self.core.aborted() else None
+
+    def is_forked(self) -> bool:
+        return self.core.is_forked()
+
+    def is_readable_by_others(self) -> bool:
+        return self.core.is_readable_by_others()
+
+    def finished_bytes(self) -> int:
+        self.reap()
+        return self.core.finished_bytes()
+
+    def owner_bytes(self) -> tuple:
+        """(received, sent) by this process as an owner of bytes; after shutdown."""
+        return self.core.owner_received_bytes(), self.core.owner_sent_bytes()
+
+    def shutdown(self, double timeout):
+        cdef int timeout_ms = <int>(timeout * 1000)
+        with nogil:
+            self.core.shutdown(timeout_ms)
+        self.reap()
+
+
+cdef list take_log_of(CppWorker* worker, CppServer* server):
+    cdef CppLogRecord record
+    found = []
+    while worker.take_log(&record) if worker != NULL else server.take_log(&record):
+        found.append((<int>record.level, (<bytes>record.text).decode("utf-8", "replace")))
+    return found
+
+
+cdef int check_target(Buffer source, Buffer target) except -1:
+    if target.dtype != source.dtype or target.shape != source.shape and target.count != source.count:
+        raise ValueError(
+            f"out is {DTYPE_NAMES[target.dtype]} of shape {target.shape}, the tensor is "
+            f"{DTYPE_NAMES[source.dtype]} of shape {source.shape}"
+        )
+    cdef char* a = <char*>source.data
+    cdef char* b = <char*>target.data
+    if a != b and a < b + target.nbytes() and b < a + source.nbytes():
+        raise ValueError("out overlaps the tensor; it must be the same memory or other memory")
+    return 0
+
+
+def roots_of(wiring) -> list:
+    """Global ranks of the local roots, by node."""
+    roots = {member.node: member.rank for member in wiring.members if member.local_rank == 0}
+    return [roots[node] for node in range(wiring.num_nodes)]
+
+
+def streams_of(wiring) -> list:
+    """Descriptors by PeerId; empty for a member that talks to no other host."""
+    if not wiring.peers:
+        return []
+    return [list(wiring.peers.get(peer, ())) for peer in range(wiring.num_nodes + wiring.num_servers)]
+
+
+@cython.final
+@cython.no_gc_clear
+cdef class Server:
+    """A dedicated summation server, serving from its creation on."""
+
+    cdef CppServer* core
+
+    def __cinit__(self, wiring, int log_level):
+        cdef ServerOptions options
+        options.index = wiring.peer_id - wiring.num_nodes
+        options.nodes, options.servers = wiring.num_nodes, wiring.num_servers
+        options.roots = roots_of(wiring)
+        options.ranks_per_host = wiring.ranks_per_node
+        options.streams = streams_of(wiring)
+        options.partition_bytes = wiring.parameters.partition_bytes
+        options.credit_bytes = wiring.parameters.credit_bytes
+        options.peer_timeout_ms = <int64_t>(wiring.parameters.peer_timeout_s * 1000)
+        options.log_level = log_level
+        self.core = new CppServer(options)
+
+    def __dealloc__(self):
+        if self.core != NULL:
+            with nogil:
+                del self.core
+
+    def stop(self, double timeout):
+        cdef int timeout_ms = <int>(timeout * 1000)
+        with nogil:
+            self.core.stop(timeout_ms)
+
+    def abort(self, uint32_t member, int cause):
+        self.core.abort(member, cause)
+
+    def aborted(self):
+        return (self.core.aborted_member(), self.core.aborted_cause()) if self.core.aborted() else None
+
+    def owner_bytes(self) -> tuple:
+        return self.core.received_bytes(), self.core.sent_bytes()
+
+    def take_log(self) -> list:
+        return take_log_of(NULL, self.core)
+
+
+def table_bytes(local_size: int) -> int:
+    """Size of the ready table of a host."""
+    return CppWorker.table_bytes(local_size)

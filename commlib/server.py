@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dedicated summation server: ``commlib server``."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from commlib import _core
+from commlib.config import Config
+from commlib.control.bootstrap import connect_server
+from commlib.control.interface import Hooks
+from commlib.errors import PeerLostError
+from commlib.session import CAUSE_TOLD, CAUSES, NOBODY
+
+log = logging.getLogger("commlib")
+
+STOP_TIMEOUT_S = 5.0
+
+
+def serve(config: Config) -> None:
+    """Join the job as a server, sum until its workers have ended, and return.
+
+    Blocks. Raises what ``commlib.init`` raises, and PeerLostError when the job has failed.
+    """
+    wiring = connect_server(config)
+    over = threading.Event()
+    failed = False
+
+    def on_over(job_failed: bool) -> None:
+        nonlocal failed
+        failed = job_failed
+        over.set()
+
+    def on_lost(rank: int | None, host: str, cause: str) -> None:
+        server.abort(NOBODY if rank is None else rank, CAUSE_TOLD)
+        on_over(True)
+
+    server = _core.Server(wiring, config.log_level)
+    try:
+        wiring.client.attach(Hooks(on_over=on_over, on_lost=on_lost, on_scheduler_lost=lambda: on_over(True)))
+        over.wait()
+        server.stop(STOP_TIMEOUT_S)
+        received, sent = server.owner_bytes()
+        log.info("served: received %d bytes of pushes, sent %d bytes of results", received, sent)
+        aborted = server.aborted()
+        if failed or aborted is not None:
+            member, cause = aborted or (NOBODY, 0)
+            raise PeerLostError(f"the job has failed: member {member} {CAUSES[cause]}")
+    finally:
+        for level, text in server.take_log():
+            log.log(level, "%s", text)
+        wiring.client.bye()
+        wiring.client.close()

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process's membership in a job, from ``init`` to ``shutdown``: the core's worker, the control plane, and the words."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from commlib import _core, errors
+from commlib.config import LOCAL_ROUTES, Config
+from commlib.control.bootstrap import connect_worker
+from commlib.control.interface import Hooks
+from commlib.control.messages import Signature, Verdict
+
+log = logging.getLogger("commlib")
+
+SERVER_BIT = 1 << 31  # kServerBit of src/sched/wire.hpp
+NOBODY = 0xFFFFFFFF  # Failure::kNobody of src/sched/ready_table.hpp
+UNNAMED_MARK = "\0"  # how names of unnamed operations begin
+VERDICT_TIMEOUT_S = 10.0
+SHUTDOWN_TIMEOUT_S = 5.0
+
+# Cause of src/sched/ready_table.hpp, in words that go after "rank 3 on host a …".
+CAUSES = (
+    "is lost",
+    "is lost: its process has ended",
+    "is lost: it closed its connection",
+    "is lost: its connection failed",
+    "is lost: it has given no sign of life for the peer timeout",
+    "is lost: it sent what no member of this job sends",
+    "has failed with a fault of the library; see its log",
+    "has left the job: it shut down while others still needed it",
+    "is lost",
+    "has no memory left in its arena; see COMMLIB_ARENA_BYTES",
+)
+CAUSE_LEFT, CAUSE_TOLD = 7, 8
+
+
+class Session:
+    """What `commlib.init` makes. Its methods may be called from any thread; they block only where they say so."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.wiring = connect_worker(config, _core.table_bytes)
+        wiring = self.wiring
+        self.rank = wiring.rank
+        self.parameters = wiring.parameters
+        try:
+            self.worker = _core.Worker(
+                self,
+                wiring,
+                default_timeout=self.parameters.operation_timeout_s,
+                route=LOCAL_ROUTES.index(config.local_route),
+                log_level=config.log_level,
+            )
+        except BaseException:
+            wiring.close()
+            raise
+        self._told: tuple[int | None, str, str] | None = None  # what the scheduler said of a lost member
+        self._verdicts: dict[tuple[str, int], Verdict] = {}
+        self._verdict_came = threading.Condition()
+        self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopCompletions] = WeakKeyDictionary()
+        self._speed_time = time.time()
+        self._speed_bytes = 0
+        self._warned: set[tuple[str, int]] = set()
+        stall_s = self.parameters.stall_warning_s
+        wiring.client.attach(
+            Hooks(
+                on_lost=self._on_lost,
+                submitted_round=self.worker.submitted_round,
+                core_fd=self.worker.disagreement_descriptor(),
+                on_core_event=self._on_disagreements,
+                # Half the period: a stall is reported after at most one and a half of it.
+                tick_s=max(stall_s / 2, 0.05) if stall_s > 0 else None,
+                on_tick=self._look_for_stalls,
+            )
+        )
+
+    def shutdown(self) -> None:
+        """Leave in order. Blocks until what is on its way to others has left, at most about 10 s."""
+        # No hook may run while the core goes away; the descriptor it watches is the worker's.
+        self.wiring.client.detach()
+        self.worker.shutdown(SHUTDOWN_TIMEOUT_S)
+        self._pass_on_log()
+        if self.worker.aborted() is None:
+            self.wiring.client.bye()
+        self.wiring.client.close()
+
+    # --- What the worker asks
+
+    def declare(self, name: str, nbytes: int) -> tuple[int, int, Sequence[tuple[int, int]]]:
+        """Key, cursor and rows of a name. Waits for the scheduler, not for other ranks."""
+        found = self.wiring.client.declare([(name, nbytes)])[0]
+        return found.declared_key, found.cursor, found.extents
+
+    def declare_many(self, names: Sequence[tuple[str, int]]) -> None:
+        """Number many names, each with its tensor's bytes, in one round trip. Known ones cost nothing."""
+        new = [(name, nbytes) for name, nbytes in names if not self.worker.knows(name)]
+        if new:
+            for (name, _), found in zip(new, self.wiring.client.declare(new), strict=True):
+                self.worker.add_declared(name, found.declared_key, found.cursor, found.extents)
+
+    def unnamed_key(self, kind: str, number: int) -> tuple[int, int, Sequence[tuple[int, int]]]:
+        keys = self.wiring.unnamed[kind]
+        cursor = keys.first_cursor + number * keys.cursor_stride
+        return keys.first_key + number, cursor, [(keys.first_row + number, 1)]
+
+    def parts(self, nbytes: int) -> int:
+        """Partitions of a tensor of so many bytes, at least 1."""
+        return max(1, -(-nbytes // self.parameters.partition_bytes))
+
+    @staticmethod
+    def hash_of(signature: tuple[Any, ...]) -> int:
+        """64 bits that are the same on all ranks exactly when the signature is."""
+        digest = hashlib.blake2b(repr(signature).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little")
+
+    def empty_for(self, tensor: Any, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
+        """Where the result of an out-of-place operation goes: arena memory, so that others can write it directly."""
+        return self.empty(shape, getattr(tensor, "dtype", None) if isinstance(tensor, np.ndarray) else dtype_of(dtype))
+
+    def empty(self, shape: Any, dtype: Any) -> npt.NDArray[Any]:
+        """A new array in the arena, 64-byte aligned; ordinary memory when the arena is full."""
+        wanted = np.dtype(dtype)
+        shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
+        count = int(np.prod(shape, dtype=np.int64))
+        block = self.worker.allocate(count * wanted.itemsize) if count > 0 else None
+        if block is None:
+            return np.empty(shape, wanted)
+        return np.frombuffer(block, wanted, count).reshape(shape)
+
+    # --- Words
+
+    def member(self, number: int) -> tuple[int | None, str, str]:
+        """Rank (None for a server), host, and both in words."""
+        if number == NOBODY:
+            return None, "", "a member"
+        if number & SERVER_BIT:
+            index = number & ~SERVER_BIT
+            host = self.wiring.servers[index] if index < len(self.wiring.servers) else "?"
+            return None, host, f"server {index} on host {host}"
+        host = self.wiring.members[number].host if number < len(self.wiring.members) else "?"
+        return number, host, f"rank {number} on host {host}"
+
+    def refusal(self, code: int, name: str | None) -> errors.CommlibError:
+        """Why the core did not accept an operation."""
+        if code == errors.Code.PEER_LOST:
+            return self.failure(code, NOBODY, name or "", 0)
+        text = {
+            errors.Code.NOT_INITIALIZED: "this is a forked child of the process that called commlib.init(): "
+            "it cannot communicate",
+            errors.Code.UNSUPPORTED: "COMMLIB_LOCAL_ROUTE=arena takes only memory made by commlib.empty() or zeros()",
+        }.get(errors.Code(code), f"the operation was refused with code {code}")
+        return errors.from_code(code, text)
+
+    def failure(self, code: int, member: int, name: str, round_number: int) -> errors.CommlibError:
+        """The error an operation failed with. For a mismatch, waits up to 10 s for what the other ranks said."""
+        if code == errors.Code.MISMATCH:
+            return self._mismatch(name, round_number)
+        if code != errors.Code.PEER_LOST:
+            return errors.from_code(code, "" if code == errors.Code.SHUT_DOWN else f'"{self.title(name)}" failed')
+        # One operation fails for a member that has left in order, all of them for one that is lost.
+        member, cause = self.worker.aborted() or (member, CAUSE_LEFT)
+        rank, host, who = self.member(member)
+        text = CAUSES[cause] if cause < len(CAUSES) else CAUSES[0]
+        if cause == CAUSE_TOLD and self._told is not None:
+            rank, host, told = self._told
+            who = f"rank {rank} on host {host}" if rank is not None else f"a server on host {host}"
+            text = f"is lost: {told}"
+        return errors.PeerLostError(f"{who} {text}", rank=rank, host=host, cause=text)
+
+    @staticmethod
+    def title(name: str) -> str:
+        """A name for people."""
+        return name if not name.startswith(UNNAMED_MARK) else f"unnamed {name[1:].replace('.', ' no. ')} (of 1024)"
+
+    def _mismatch(self, name: str, round_number: int) -> errors.MismatchError:
+        with self._verdict_came:
+            self._verdict_came.wait_for(lambda: (name, round_number) in self._verdicts, VERDICT_TIMEOUT_S)
+            verdict = self._verdicts.get((name, round_number))
+        title = self.title(name)
+        if verdict is None:
+            return errors.MismatchError(f'the ranks do not agree about tensor "{title}"', tensor=title)
+        return errors.MismatchError(verdict.text, tensor=title, field=verdict.field, values=verdict.values)
+
+    # --- Hooks of the control thread
+
+    def _on_lost(self, rank: int | None, host: str, cause: str) -> None:
+        self._told = (rank, host, cause)
+        self.worker.abort(NOBODY if rank is None else rank, CAUSE_TOLD)
+
+    def _on_disagreements(self) -> None:
+        for name, round_number, (collective, op, dtype, shape, root, compression) in self.worker.take_disagreements():
+            signature = Signature(collective, op, dtype, shape, root, compression)
+            # Its own thread: the verdict takes until all ranks have reported, and a hook must not wait.
+            threading.Thread(
+                target=self._ask_for_verdict, args=(name, round_number, signature), name="cl-verdict", daemon=True
+            ).start()
+
+    def _ask_for_verdict(self, name: str, round_number: int, signature: Signature) -> None:
+        try:
+            verdict = self.wiring.client.report_mismatch(name, round_number, signature, VERDICT_TIMEOUT_S)
+        except errors.CommlibError as error:
+            verdict = Verdict(
+                name, round_number, "", f'the ranks do not agree about tensor "{self.title(name)}" ({error})', {}
+            )
+        with self._verdict_came:
+            self._verdicts[name, round_number] = verdict
+            for old in list(itertools.islice(self._verdicts, max(0, len(self._verdicts) - 256))):
+                del self._verdicts[old]
+            self._verdict_came.notify_all()
+
+    def _look_for_stalls(self) -> None:
+        self._pass_on_log()
+        stall_s = self.parameters.stall_warning_s
+        waiting = self.worker.waiting(stall_s)
+        self._warned &= set(waiting)
+        for name, round_number in waiting[:8]:
+            if (name, round_number) not in self._warned:
+                self._warned.add((name, round_number))
+                self.wiring.client.stalled(name, round_number, stall_s)
+
+    def _pass_on_log(self) -> None:
+        for level, text in self.worker.take_log():
+            log.log(level, "%s", text)
+
+    # --- Others
+
+    def speed(self) -> tuple[float, float]:
+        """(now in unix seconds, MB/s of finished operations since the last call)."""
+        now, done = time.time(), self.worker.finished_bytes()
+        speed = (done - self._speed_bytes) / max(now - self._speed_time, 1e-9) / 1e6
+        self._speed_time, self._speed_bytes = now, done
+        return now, speed
+
+    async def wait_in_event_loop(self, handle: _core.Handle) -> Any:
+        """The result of an operation, without blocking the running event loop."""
+        if not handle.done():
+            loop = asyncio.get_running_loop()
+            completions = self._loops.get(loop)
+            if completions is None:
+                completions = self._loops[loop] = _LoopCompletions(loop)
+            await completions.wait_for(handle)
+        return handle.wait(0)
+
+
+class _LoopCompletions:
+    """One descriptor per event loop, on which it hears of all operations that are awaited in it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._queue = _core.CompletionQueue()
+        self._tokens = itertools.count()
+        self._futures: dict[int, asyncio.Future[None]] = {}
+        loop.add_reader(self._queue.fileno(), self._drain)
+
+    def _drain(self) -> None:
+        for token in self._queue.take():
+            future = self._futures.pop(token, None)
+            if future is not None and not future.done():
+                future.set_result(None)
+
+    async def wait_for(self, handle: _core.Handle) -> None:
+        token = next(self._tokens)
+        future = self._futures[token] = asyncio.get_running_loop().create_future()
+        handle.subscribe(self._queue, token)
+        await future
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """NumPy's dtype of one of the ten names; bfloat16 is ml_dtypes'."""
+    if name != "bfloat16":
+        return np.dtype(name)
+    try:
+        import ml_dtypes  # only where bfloat16 is used
+    except ImportError:
+        raise errors.UnsupportedError("NumPy arrays of bfloat16 need ml_dtypes: pip install 'commlib[bf16]'") from None
+    return np.dtype(ml_dtypes.bfloat16)
