@@ -168,10 +168,9 @@ class Bye(Struct, frozen=True, tag=True):
 
 
 class Here(Struct, frozen=True, tag=True):
-    """The answer to a Probe. `open`: the job still takes members."""
+    """The answer to a Probe."""
 
     job: Text
-    open: bool
 
 
 class Missing(Struct, frozen=True, tag=True):

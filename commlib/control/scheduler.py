@@ -143,7 +143,7 @@ class Scheduler:
         peer = self._roster.get(identity)
         if isinstance(message, m.Probe):
             if message.job == self._options.job:
-                self._send(identity, m.Here(message.job, self._phase is _Phase.GATHERING))
+                self._send(identity, m.Here(message.job))
             else:
                 self._send(identity, m.Error(f"this is the scheduler of the job {self._options.job!r}"))
         elif isinstance(message, m.Hello):
