@@ -113,8 +113,7 @@ void TcpTransport::finish() noexcept {
 }
 
 bool TcpTransport::finished() const noexcept {
-  return finishing_ && std::all_of(streams_.begin(), streams_.end(),
-                                   [](const Stream& stream) { return !stream.is_open() || stream.is_bye_sent(); });
+  return finishing_ && std::none_of(peers_.begin(), peers_.end(), [this](const Peer& peer) { return is_alive(peer); });
 }
 
 std::int64_t TcpTransport::silent_ms(PeerId id) const noexcept {

@@ -79,12 +79,12 @@ class Transport {
 
   // Orderly end: each stream whose sink answers "nothing" sends BYE after its last frame and takes no further frame. From now
   // on the end of file (or a reset) from a peer is orderly too. May be repeated. A side that has BYE on every stream of a
-  // peer closes that peer with kOk: at once, or if it is finishing itself, after its own last BYE. So who leaves calls
-  // finish(), runs do_work until finished() and on_closed has come for all (or for as long as it has patience), and then
-  // close(): a peer then has read all that was sent to it. To close earlier may reset what is still on its way.
+  // peer closes that peer with kOk: at once, or if it is finishing itself, after its own last BYE.
   virtual void finish() noexcept = 0;
 
-  // After finish: true when BYE has left on every stream that still lives.
+  // After finish: true when all peers are gone, so each has read everything, BYE included, or will read nothing any more.
+  // Who closes earlier, because its patience is over, may destroy what is still on its way: closing a socket with unread
+  // data resets it.
   [[nodiscard]] virtual bool finished() const noexcept = 0;
 
   // Milliseconds since anything was received from `peer`, at first since construction; 0 for an unknown peer.

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <string>
@@ -30,7 +31,8 @@ inline Frame made_frame(PeerId from, PeerId to, std::uint64_t number, std::uint3
                         std::int32_t priority = 0) {
   const std::uint64_t seed = scramble(number + (std::uint64_t{from} << 40) + (std::uint64_t{to} << 50));
   Frame frame;
-  frame.kind = static_cast<FrameKind>(1 + seed % 8);  // anything but BYE
+  constexpr FrameKind kKinds[] = {FrameKind::kReady, FrameKind::kPush, FrameKind::kBeat, FrameKind::kLeft};
+  frame.kind = kKinds[seed % std::size(kKinds)];
   frame.flags = static_cast<std::uint8_t>(seed >> 8);
   frame.payload_bytes = payload_bytes;
   frame.key = scramble(seed);

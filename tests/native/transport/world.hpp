@@ -17,6 +17,7 @@
 namespace commlib::test {
 
 constexpr int kPatienceMs = 20'000;  // a test that has got nowhere for so long has failed
+constexpr int kLimitMs = 60'000;     // … or for so long has not arrived
 constexpr int kQuietMs = 30;         // nothing has moved for so long: nothing will
 
 inline bool is_readable(int descriptor, int timeout_ms = 0) {
@@ -100,9 +101,11 @@ class World {
 
  private:
   bool run(const std::function<bool()>& done, int patience_ms) {
+    const std::int64_t end_ms = now_ms() + kLimitMs;
     std::int64_t last_move_ms = now_ms();
     int idle_rounds = 0;
     while (!done()) {
+      if (now_ms() > end_ms) return false;
       bool moved = false;
       bool woken = false;
       std::vector<pollfd> sleepers;
