@@ -28,7 +28,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -229,11 +229,7 @@ class Job:
 
     def leftovers(self, grace_s: float = 0.0) -> list[str]:
         """Processes of this job, beyond those started here, that still live after `grace_s` seconds."""
-        deadline = time.monotonic() + grace_s
-        for pid in self._strays():
-            if not _await_end_of(pid, deadline):
-                return list(self._strays().values())
-        return []
+        return leftovers(_JOB, self.name, grace_s, {process.popen.pid for process in self.processes})
 
     def close(self) -> None:
         """Kill whatever is left of the job and forget it. May be repeated."""
@@ -363,18 +359,7 @@ class Job:
         self._pump(time.monotonic() + 2, lambda: all(process.popen.poll() is not None for process in hanging))
 
     def _strays(self) -> dict[int, str]:
-        """Living processes that carry this job's mark and were not started here: id → command line."""
-        started = {process.popen.pid for process in self.processes}
-        mark = f"{_JOB}={self.name}\0".encode()
-        strays = {}
-        for folder in Path("/proc").iterdir():
-            if not folder.name.isdigit() or int(folder.name) in started:
-                continue
-            with contextlib.suppress(OSError):
-                if mark in (folder / "environ").read_bytes():
-                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    strays[int(folder.name)] = f"{folder.name}: {command}"
-        return strays
+        return _marked(_JOB, self.name, {process.popen.pid for process in self.processes})
 
     def _fail(self, reason: str) -> None:
         for process in self.processes:
@@ -409,6 +394,28 @@ def run_job(
         if bad:
             raise JobError(f"{job.name}: failed: {', '.join(bad)}\n" + "\n".join(map(str, outcomes)))
         return [outcome.value for outcome in outcomes[: len(job.workers)]]
+
+
+def leftovers(variable: str, value: str, grace_s: float = _GRACE_S, but: Collection[int] = ()) -> list[str]:
+    """Processes that were started with an environment variable of this value and still live after `grace_s` seconds."""
+    deadline = time.monotonic() + grace_s
+    for pid in _marked(variable, value, but):
+        if not _await_end_of(pid, deadline):
+            break
+    return list(_marked(variable, value, but).values())
+
+
+def _marked(variable: str, value: str, but: Collection[int]) -> dict[int, str]:
+    """Living processes with this variable in the environment they were started with: id → id and command line."""
+    mark = f"{variable}={value}".encode()
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) not in but:
+            with contextlib.suppress(OSError):
+                if mark in (folder / "environ").read_bytes().split(b"\0"):
+                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    found[int(folder.name)] = f"{folder.name}: {command}"
+    return found
 
 
 def _environment(settings: Iterable[Mapping[str, str | None]], own: Mapping[str, str]) -> dict[str, str]:
