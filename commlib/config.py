@@ -14,12 +14,14 @@ from typing import Any, Self
 
 from commlib.control.addresses import is_loopback, join_address, split_address
 from commlib.control.launchers import Place, find_place
+from commlib.control.values import byte_count, flag, log_level, seconds, whole_number
 from commlib.errors import ConfigError
 
 __all__ = ["Config"]
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 GRANULE_BYTES = 64 * KIB  # the unit of placement: partitions are whole granules
+DEFAULT_PARTITION_BYTES = 4 * MIB
 DEFAULT_CREDIT_BYTES = 16 * MIB
 SCHEDULER_PORT_OFFSET = 1000  # from MASTER_PORT, which the launcher itself may be using
 SCHEDULER_PORTS = 16
@@ -27,74 +29,31 @@ LOCAL_ROUTES = ("auto", "arena", "cma", "staged")
 ROLES = ("worker", "server", "scheduler")
 
 
-# --- How the text of a variable becomes a value. Each raises ValueError(what was expected).
-
-
-def _text(text: str) -> str:
-    return text
-
-
-def _integer(text: str) -> int:
-    if not re.fullmatch(r"\d+", text, re.ASCII):
-        raise ValueError("a whole number, 0 or more")
-    return int(text)
-
-
-def _byte_count(text: str) -> int:
-    match = re.fullmatch(r"(\d+)\s*(?:([kmgt])(?:ib)?|b)?", text, re.ASCII | re.IGNORECASE)
-    if match is None:
-        raise ValueError("a number of bytes, as 4194304, 4096K, 4MiB or 1G (powers of 1024)")
-    return int(match[1]) << (10 * (" kmgt".index((match[2] or " ").lower())))
-
-
-def _seconds(text: str) -> float:
-    if not re.fullmatch(r"\d+(\.\d*)?|\.\d+", text, re.ASCII):
-        raise ValueError("a number of seconds, 0 or more")
-    return float(text)
-
-
-def _flag(text: str) -> bool:
-    if text.lower() in ("1", "true", "yes", "on"):
-        return True
-    if text.lower() in ("0", "false", "no", "off"):
-        return False
-    raise ValueError("0 or 1")
-
-
-def _log_level(text: str) -> int:
-    level = logging.getLevelNamesMapping().get(text.upper())
-    if level is not None:
-        return level
-    if re.fullmatch(r"\d+", text, re.ASCII):
-        return int(text)
-    raise ValueError("DEBUG, INFO, WARNING, ERROR, CRITICAL or a number")
-
-
 # Field → (variable, how to read it).
 _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "rank": ("COMMLIB_RANK", _integer),
-    "size": ("COMMLIB_SIZE", _integer),
-    "local_rank": ("COMMLIB_LOCAL_RANK", _integer),
-    "local_size": ("COMMLIB_LOCAL_SIZE", _integer),
-    "node": ("COMMLIB_NODE", _text),
-    "scheduler": ("COMMLIB_SCHEDULER", _text),
-    "scheduler_external": ("COMMLIB_SCHEDULER_EXTERNAL", _flag),
-    "job": ("COMMLIB_JOB", _text),
-    "num_servers": ("COMMLIB_NUM_SERVERS", _integer),
-    "interface": ("COMMLIB_INTERFACE", _text),
-    "secret": ("COMMLIB_SECRET", _text),
-    "partition_bytes": ("COMMLIB_PARTITION_BYTES", _byte_count),
-    "credit_bytes": ("COMMLIB_CREDIT_BYTES", _byte_count),
-    "streams": ("COMMLIB_STREAMS", _integer),
-    "server_threads": ("COMMLIB_SERVER_THREADS", _integer),
-    "arena_bytes": ("COMMLIB_ARENA_BYTES", _byte_count),
+    "rank": ("COMMLIB_RANK", whole_number),
+    "size": ("COMMLIB_SIZE", whole_number),
+    "local_rank": ("COMMLIB_LOCAL_RANK", whole_number),
+    "local_size": ("COMMLIB_LOCAL_SIZE", whole_number),
+    "node": ("COMMLIB_NODE", str),
+    "scheduler": ("COMMLIB_SCHEDULER", str),
+    "scheduler_external": ("COMMLIB_SCHEDULER_EXTERNAL", flag),
+    "job": ("COMMLIB_JOB", str),
+    "num_servers": ("COMMLIB_NUM_SERVERS", whole_number),
+    "interface": ("COMMLIB_INTERFACE", str),
+    "secret": ("COMMLIB_SECRET", str),
+    "partition_bytes": ("COMMLIB_PARTITION_BYTES", byte_count),
+    "credit_bytes": ("COMMLIB_CREDIT_BYTES", byte_count),
+    "streams": ("COMMLIB_STREAMS", whole_number),
+    "server_threads": ("COMMLIB_SERVER_THREADS", whole_number),
+    "arena_bytes": ("COMMLIB_ARENA_BYTES", byte_count),
     "local_route": ("COMMLIB_LOCAL_ROUTE", lambda text: text.lower()),
-    "stall_warning_s": ("COMMLIB_STALL_WARNING_S", _seconds),
-    "operation_timeout_s": ("COMMLIB_OPERATION_TIMEOUT_S", _seconds),
-    "connect_timeout_s": ("COMMLIB_CONNECT_TIMEOUT_S", _seconds),
-    "peer_timeout_s": ("COMMLIB_PEER_TIMEOUT_S", _seconds),
-    "asynchronous": ("COMMLIB_ASYNC", _flag),
-    "log_level": ("COMMLIB_LOG_LEVEL", _log_level),
+    "stall_warning_s": ("COMMLIB_STALL_WARNING_S", seconds),
+    "operation_timeout_s": ("COMMLIB_OPERATION_TIMEOUT_S", seconds),
+    "connect_timeout_s": ("COMMLIB_CONNECT_TIMEOUT_S", seconds),
+    "peer_timeout_s": ("COMMLIB_PEER_TIMEOUT_S", seconds),
+    "asynchronous": ("COMMLIB_ASYNC", flag),
+    "log_level": ("COMMLIB_LOG_LEVEL", log_level),
 }
 
 
@@ -141,7 +100,7 @@ class Config:
     num_servers: int = 0
     interface: str | None = None  # name or address to listen on; None: the one that reaches the scheduler
     secret: str | None = field(default=None, repr=False)  # None: ~/.commlib/secret
-    partition_bytes: int = 4 * MIB
+    partition_bytes: int = DEFAULT_PARTITION_BYTES
     credit_bytes: int = DEFAULT_CREDIT_BYTES
     streams: int = 1  # connections per pair of hosts
     server_threads: int = field(default_factory=default_server_threads)
@@ -155,7 +114,8 @@ class Config:
     log_level: int = logging.WARNING
 
     def __post_init__(self) -> None:
-        _check(dataclasses.asdict(self), {})
+        values = dataclasses.asdict(self)
+        _check(values, lambda name: f"{name} is {values[name]!r}", str)
         if not self.job:
             object.__setattr__(self, "job", parent_identity())
 
@@ -167,27 +127,17 @@ class Config:
         Raises ConfigError, naming the variable, its value and what was expected, for a malformed, inconsistent or
         incomplete set.
         """
-        environ = os.environ if environ is None else environ
         unknown = explicit.keys() - {f.name for f in dataclasses.fields(cls)}
         if unknown:
             raise ConfigError(f"commlib has no setting called {', '.join(sorted(unknown))}")
-        values: dict[str, Any] = {}
-        sources: dict[str, str] = {}
-        place = find_place(environ) or Place("none")
-        _read_place(place, values, sources)
-        _read_variables(environ, values, sources)
-        for name, value in explicit.items():
-            if value is not None:
-                values[name] = value
-                sources[name] = f"the argument {name}"
-        _read_addresses(environ, place, values, sources)
-        if values.get("role", "worker") == "worker":
-            _complete_place(place, values, sources)
-        else:
-            values |= {"rank": 0, "size": 0, "local_rank": 0, "local_size": 0}
-        _complete_rest(place, values, sources)
-        _check(values, sources)
-        return cls(**values)
+        reading = _Reading(os.environ if environ is None else environ)
+        reading.read_launcher()
+        reading.read_variables()
+        reading.take({name: value for name, value in explicit.items() if value is not None})
+        reading.read_addresses()
+        reading.complete()
+        _check(reading.values, reading.said, reading.called)
+        return cls(**reading.values)
 
     @property
     def is_local_root(self) -> bool:
@@ -221,69 +171,132 @@ class Config:
         return tuple(join_address(host, p) for p in range(first, first + SCHEDULER_PORTS) if p <= 65535)
 
 
-def _read_place(place: Place, values: dict[str, Any], sources: dict[str, str]) -> None:
-    for name in ("rank", "size", "local_rank", "local_size", "node", "num_servers", "interface", "role"):
-        value = getattr(place, name)
-        if value is not None:
-            values[name] = value
-            sources[name] = place.sources.get(name, place.launcher)
+class _Reading:
+    """Settings while they are being read: what is known so far, and who said it."""
 
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self._place = find_place(environ) or Place("none")
+        self._sources: dict[str, str] = {}
+        self.values: dict[str, Any] = {}
 
-def _read_variables(environ: Mapping[str, str], values: dict[str, Any], sources: dict[str, str]) -> None:
-    for name, (variable, read) in _VARIABLES.items():
-        text = environ.get(variable, "").strip()
-        if not text:
-            continue
-        try:
-            values[name] = read(text)
-        except ValueError as error:
-            raise ConfigError(f"{variable} is {text!r}; expected {error}") from None
-        sources[name] = variable
+    def called(self, name: str) -> str:
+        """Where a setting was found: a variable's name."""
+        return self._sources.get(name, name)
 
+    def said(self, name: str) -> str:
+        """Where a setting was found, and what was written there."""
+        source = self.called(name)
+        return f"{source} is {self._environ.get(source, self.values[name])!r}"
 
-def _read_addresses(environ: Mapping[str, str], place: Place, values: dict[str, Any], sources: dict[str, str]) -> None:
-    if values.get("scheduler") is None and place.scheduler is not None:  # BytePS starts its own
-        values["scheduler"] = place.scheduler
-        values.setdefault("scheduler_external", True)
-        sources["scheduler"] = place.sources["scheduler"]
-    address, port = environ.get("MASTER_ADDR", "").strip(), environ.get("MASTER_PORT", "").strip()
-    if values.get("scheduler") is not None or values.get("master") is not None or not address or not port:
-        return
-    if not re.fullmatch(r"\d{1,5}", port, re.ASCII) or not 0 < int(port) <= 65535:
-        raise ConfigError(f"MASTER_PORT is {port!r}; expected a port, 1 to 65535")
-    values["master"] = join_address(address.strip("[]"), int(port))
-    sources["master"] = "MASTER_ADDR and MASTER_PORT"
+    def read_launcher(self) -> None:
+        """What the launcher told."""
+        for name in ("rank", "size", "local_rank", "local_size", "node", "num_servers", "interface", "role"):
+            value = getattr(self._place, name)
+            if value is not None:
+                self.values[name] = value
+                self._sources[name] = self._place.sources.get(name, self._place.launcher)
 
+    def read_variables(self) -> None:
+        """``COMMLIB_*``."""
+        for name, (variable, read) in _VARIABLES.items():
+            text = self._environ.get(variable, "").strip()
+            if not text:
+                continue
+            try:
+                self.values[name] = read(text)
+            except ValueError as error:
+                raise ConfigError(f"{variable} is {text!r}; expected {error}") from None
+            self._sources[name] = variable
 
-def _complete_place(place: Place, values: dict[str, Any], sources: dict[str, str]) -> None:
-    """Rank and size must both be known or neither; the local ones too, unless the job has one worker."""
-    pairs = (("rank", "size"), ("local_rank", "local_size"))
-    for given, missing in (*pairs, *(pair[::-1] for pair in pairs)):
-        if given not in values or missing in values:
-            continue
-        if given == "size" and values["size"] == 1:
-            values["rank"] = 0
-        elif given == "local_size" and values["local_size"] == 1:
-            values["local_rank"] = 0
-        elif given.startswith("local") and values.get("size", 1) == 1:
-            values[missing] = 1 if missing == "local_size" else 0
+    def take(self, explicit: Mapping[str, Any]) -> None:
+        """Arguments, which win."""
+        self.values |= explicit
+        self._sources |= {name: f"the argument {name}" for name in explicit}
+
+    def read_addresses(self) -> None:
+        """Where the launcher says that the scheduler is, or may be, unless that was settled."""
+        values, place = self.values, self._place
+        if "scheduler" not in values and place.scheduler is not None:  # BytePS starts its own
+            values["scheduler"] = place.scheduler
+            values.setdefault("scheduler_external", True)
+            self._sources["scheduler"] = place.sources["scheduler"]
+        host, port = (self._environ.get(variable, "").strip() for variable in ("MASTER_ADDR", "MASTER_PORT"))
+        if "scheduler" in values or "master" in values or not host or not port:
+            return
+        if not re.fullmatch(r"\d{1,5}", port, re.ASCII) or not 0 < int(port) <= 65535:
+            raise ConfigError(f"MASTER_PORT is {port!r}; expected a port, 1 to 65535")
+        values["master"] = join_address(host.strip("[]"), int(port))
+
+    def complete(self) -> None:
+        """Fill in what follows from the rest; refuse what is incomplete."""
+        values = self.values
+        if values.setdefault("role", "worker") == "worker":
+            self._complete_pairs()
+            self._complete_place()
         else:
+            values |= {"rank": 0, "size": 0, "local_rank": 0, "local_size": 0}
+        if "job" not in values:
+            values["job"] = self._default_job()
+        if "credit_bytes" not in values:
+            values["credit_bytes"] = max(DEFAULT_CREDIT_BYTES, 2 * values.get("partition_bytes", 0))
+        if "scheduler" not in values and "master" not in values:
+            reason = self._why_an_address_is_needed()
+            if reason:
+                raise ConfigError(f"COMMLIB_SCHEDULER is not set, but {reason}; expected host:port of the scheduler")
+
+    def _complete_pairs(self) -> None:
+        """Rank and size are both known or neither is, and so are the local ones; a size of 1 says it all."""
+        pairs = (("rank", "size"), ("local_rank", "local_size"))
+        for given, missing in (*pairs, *(pair[::-1] for pair in pairs)):
+            if given not in self.values or missing in self.values:
+                continue
+            if given.endswith("size") and self.values[given] == 1:
+                self.values[missing] = 0
+                continue
             raise ConfigError(
-                f"{_variables_for(missing, place)} is not set, but {sources[given]} is {values[given]}; expected "
-                f"{_MEANINGS[missing]}"
+                f"{self._variables_for(missing)} is not set, but {self.said(given)}; expected {_MEANINGS[missing]}"
             )
-    size = values.setdefault("size", 1)
-    values.setdefault("rank", 0)
-    if "local_size" not in values:
-        if size != 1:
-            names = " and ".join(_variables_for(name, place) for name in ("local_rank", "local_size"))
-            raise ConfigError(
-                f"{names} are not set, but {sources['size']} is {size}; expected which of the workers of its host this "
-                "one is, counted from 0, and how many there are"
-            )
-        values |= {"local_rank": 0, "local_size": 1}
-    if "node" not in values:
-        values["node"] = str(values["rank"] - values["local_rank"])
+
+    def _complete_place(self) -> None:
+        values = self.values
+        size = values.setdefault("size", 1)
+        values.setdefault("rank", 0)
+        if "local_size" not in values:
+            if size != 1:
+                names = " and ".join(self._variables_for(name) for name in ("local_rank", "local_size"))
+                raise ConfigError(
+                    f"{names} are not set, but {self.said('size')}; expected {_MEANINGS['local_rank']}, and "
+                    f"{_MEANINGS['local_size']}"
+                )
+            values |= {"local_rank": 0, "local_size": 1}
+        values.setdefault("node", str(values["rank"] - values["local_rank"]))
+
+    def _variables_for(self, name: str) -> str:
+        """The variable to set for `name`: the launcher's and ours."""
+        own = _VARIABLES[name][0]
+        theirs = self._place.sources.get(name)
+        return f"{theirs} (or {own})" if theirs else own
+
+    def _default_job(self) -> str:
+        if self._place.job is not None:
+            return self._place.job
+        if "scheduler" in self.values:
+            return str(self.values["scheduler"])
+        if "master" in self.values:
+            host, port = split_address(self.values["master"])
+            return join_address(host, port + SCHEDULER_PORT_OFFSET)
+        return parent_identity()
+
+    def _why_an_address_is_needed(self) -> str:
+        values = self.values
+        if values["role"] != "worker":
+            return f"a {values['role']} needs it"
+        if values["local_size"] < values["size"]:
+            return f"the job has {values['size']} workers, of which only {values['local_size']} are on this host"
+        if values.get("num_servers"):
+            return self.said("num_servers")
+        return self.said("scheduler_external") if values.get("scheduler_external") else ""
 
 
 _MEANINGS = {
@@ -292,39 +305,6 @@ _MEANINGS = {
     "local_rank": "the number of this worker among those of its host, counted from 0",
     "local_size": "the number of workers on this host",
 }
-
-
-def _variables_for(name: str, place: Place) -> str:
-    """The variable to set for `name`: the launcher's and ours."""
-    own = _VARIABLES[name][0]
-    theirs = place.sources.get(name)
-    return f"{theirs} (or {own})" if theirs else own
-
-
-def _complete_rest(place: Place, values: dict[str, Any], sources: dict[str, str]) -> None:
-    worker = values.get("role", "worker") == "worker"
-    if "job" not in values:
-        job = place.job or values.get("scheduler")
-        if job is None and values.get("master") is not None:
-            host, port = split_address(values["master"])
-            job = join_address(host, port + SCHEDULER_PORT_OFFSET)
-        values["job"] = job or parent_identity()
-    if "credit_bytes" not in values:
-        values["credit_bytes"] = max(DEFAULT_CREDIT_BYTES, 2 * values.get("partition_bytes", 0))
-    has_address = values.get("scheduler") is not None or values.get("master") is not None
-    if has_address:
-        return
-    reason = ""
-    if not worker:
-        reason = f"a {values['role']} needs it"
-    elif values["local_size"] < values["size"]:
-        reason = f"the job has {values['size']} workers and only {values['local_size']} of them are on this host"
-    elif values.get("num_servers", 0):
-        reason = f"{sources['num_servers']} is {values['num_servers']}"
-    elif values.get("scheduler_external"):
-        reason = f"{sources['scheduler_external']} is set"
-    if reason:
-        raise ConfigError(f"COMMLIB_SCHEDULER is not set, but {reason}; expected host:port of the scheduler")
 
 
 # Field → (test, what is expected).
@@ -347,56 +327,49 @@ _LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _check(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
+def _check(values: Mapping[str, Any], said: Callable[[str], str], called: Callable[[str], str]) -> None:
     """Raise ConfigError for a value that is out of its range or contradicts another one."""
-
-    def called(name: str) -> str:
-        return sources.get(name, name)
-
-    def refuse(name: str, expected: str) -> None:
-        raise ConfigError(f"{called(name)} is {values[name]!r}; expected {expected}")
-
     for f in dataclasses.fields(Config):
-        if f.name in values:
-            _check_type(f.name, str(f.type), values[f.name], called(f.name))
+        if f.name in values and not _has_type(values[f.name], str(f.type)):
+            raise ConfigError(f"{said(f.name)}; expected {f.name} to be of type {f.type}")
     for name, (test, expected) in _LIMITS.items():
         if name in values and not test(values[name]):
-            refuse(name, expected)
+            raise ConfigError(f"{said(name)}; expected {expected}")
     if values.get("scheduler") is not None:
         try:
             split_address(values["scheduler"])
         except ConfigError:
-            refuse("scheduler", "host:port of the scheduler, for instance node0:5555")
-    if "credit_bytes" in values and values["credit_bytes"] < values.get("partition_bytes", 0):
-        refuse("credit_bytes", f"at least {called('partition_bytes')}, which is {values['partition_bytes']}")
+            raise ConfigError(f"{said('scheduler')}; expected host:port, for instance node0:5555") from None
+    if "credit_bytes" in values and values["credit_bytes"] < values.get("partition_bytes", DEFAULT_PARTITION_BYTES):
+        raise ConfigError(f"{said('credit_bytes')}; expected at least as much as {called('partition_bytes')}")
     if values.get("role", "worker") == "worker":
-        _check_place(values, called, refuse)
+        _check_place(values, said)
 
 
-def _check_place(values: Mapping[str, Any], called: Callable[[str], str], refuse: Callable[[str, str], None]) -> None:
+def _check_place(values: Mapping[str, Any], said: Callable[[str], str]) -> None:
     rank, size = values["rank"], values["size"]
     local_rank, local_size = values["local_rank"], values["local_size"]
     if size < 1:
-        refuse("size", "1 or more")
+        raise ConfigError(f"{said('size')}; expected 1 or more")
     if not 0 <= rank < size:
-        refuse("rank", f"0 to {size - 1}, because {called('size')} is {size}")
+        raise ConfigError(f"{said('rank')}; expected 0 to {size - 1}, because {said('size')}")
     if not 1 <= local_size <= size:
-        refuse("local_size", f"1 to {size}, because {called('size')} is {size}")
+        raise ConfigError(f"{said('local_size')}; expected 1 to {size}, because {said('size')}")
     if not 0 <= local_rank < local_size:
-        refuse("local_rank", f"0 to {local_size - 1}, because {called('local_size')} is {local_size}")
+        raise ConfigError(f"{said('local_rank')}; expected 0 to {local_size - 1}, because {said('local_size')}")
     if local_rank > rank:
-        refuse("local_rank", f"at most {called('rank')}, which is {rank}")
+        raise ConfigError(f"{said('local_rank')}; expected at most {rank}, because {said('rank')}")
     if local_size == size and local_rank != rank:
-        refuse("local_rank", f"{rank}, as {called('rank')}, because all {size} workers are on this host")
+        raise ConfigError(f"{said('local_rank')}; expected {rank}, because {said('rank')} and all are on this host")
 
 
 _TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "str": str, "bool": bool}
 
 
-def _check_type(name: str, annotation: str, value: Any, called: str) -> None:
-    if value is None and annotation.endswith("| None"):
-        return
+def _has_type(value: Any, annotation: str) -> bool:
+    if value is None:
+        return annotation.endswith("| None")
     annotation = annotation.removesuffix(" | None")
-    fits = isinstance(value, _TYPES[annotation]) and (annotation == "bool" or not isinstance(value, bool))
-    if not fits or (isinstance(value, float) and not math.isfinite(value)):
-        raise ConfigError(f"{called} is {value!r}; expected {name} to be of type {annotation}")
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    return isinstance(value, _TYPES[annotation]) and (annotation == "bool" or not isinstance(value, bool))

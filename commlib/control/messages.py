@@ -7,7 +7,7 @@ out of its range, is a :class:`MalformedMessage`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
@@ -226,7 +226,7 @@ class Verdict(Struct, frozen=True, tag=True):
     round: Count
     field: Text
     text: str
-    values: dict[int, Any]
+    values: dict[int, tuple[int, ...] | int | str | None]
 
 
 class Query(Struct, frozen=True, tag=True):
