@@ -14,10 +14,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import time
+from itertools import pairwise
+from typing import Any
 
-import commlib
 import numpy as np
 import numpy.typing as npt
+
+import commlib
 
 try:
     from sklearn.datasets import load_digits
@@ -33,11 +36,13 @@ class Dense:
     """A fully connected layer, with its gradients and the momentum of its parameters."""
 
     def __init__(self, name: str, inputs: int, outputs: int, rng: np.random.Generator) -> None:
-        self.params = {
+        self.params: dict[str, Array] = {
             f"{name}.weight": commlib.empty((inputs, outputs), np.float32),
             f"{name}.bias": commlib.empty((outputs,), np.float32),
         }
-        self.grads = {key: commlib.empty(param.shape, np.float32) for key, param in self.params.items()}
+        self.grads: dict[str, Array] = {
+            key: commlib.empty(param.shape, np.float32) for key, param in self.params.items()
+        }
         self.velocity = {key: np.zeros_like(param) for key, param in self.params.items()}
         self.weight, self.bias = self.params.values()
         self.weight[:] = rng.normal(0, np.sqrt(2 / inputs), self.weight.shape)
@@ -47,14 +52,16 @@ class Dense:
     def forward(self, inputs: Array) -> Array:
         """Return the outputs for a batch of inputs, and keep the inputs for `backward`."""
         self.inputs = inputs
-        return inputs @ self.weight + self.bias
+        outputs: Array = inputs @ self.weight + self.bias
+        return outputs
 
     def backward(self, grad: Array) -> Array:
         """Fill in the gradients of the parameters; return that of the inputs."""
         grad_weight, grad_bias = self.grads.values()
         np.matmul(self.inputs.T, grad, out=grad_weight)
         np.sum(grad, axis=0, out=grad_bias)
-        return grad @ self.weight.T
+        grad_inputs: Array = grad @ self.weight.T
+        return grad_inputs
 
     def update(self) -> None:
         """Take one step of stochastic gradient descent with momentum."""
@@ -67,7 +74,7 @@ class Network:
     """Dense layers with ReLU between them, and cross entropy on top."""
 
     def __init__(self, sizes: list[int], rng: np.random.Generator) -> None:
-        self.layers = [Dense(f"layer{i}", *sizes[i : i + 2], rng) for i in range(len(sizes) - 1)]
+        self.layers = [Dense(f"layer{i}", *shape, rng) for i, shape in enumerate(pairwise(sizes))]
 
     def params(self) -> dict[str, Array]:
         """Return all parameters by name."""
@@ -161,7 +168,8 @@ def main() -> None:
     identical = same_on_all_ranks(network.params())
     if rank == 0:
         if args.save:
-            np.savez(args.save, **network.params())
+            weights: dict[str, Any] = network.params()
+            np.savez(args.save, **weights)
         print(f"loss: {losses[0]:.4f} in the first epoch, {losses[-1]:.4f} in the last")
         print(f"test accuracy: {accuracy:.4f}")
         print(f"samples per second: {samples / elapsed:.0f}")

@@ -14,10 +14,11 @@ import argparse
 import hashlib
 import time
 
-import commlib.torch as bps
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+
+import commlib.torch as bps
 
 try:
     from sklearn.datasets import load_digits

@@ -21,16 +21,22 @@ def broadcast_parameters(params: Params, root_rank: int, prefix: str = "Paramete
     ``params`` is a ``model.state_dict()``, or ``model.named_parameters()``, or an iterable of tensors in the same
     order on all ranks. They are changed in place, as under ``torch.no_grad()``. Entries that are ``None`` are skipped.
 
-    Raises ``UnsupportedError`` for entries that are not tensors (send those with ``broadcast_object``).
+    Raises ``UnsupportedError`` for entries that are not tensors (send those with ``broadcast_object``), ``ValueError``
+    for names that occur twice.
     """
-    entries = params.items() if isinstance(params, Mapping) else params
-    for index, entry in enumerate(entries):
+    tensors: dict[str, torch.Tensor] = {}
+    for index, entry in enumerate(params.items() if isinstance(params, Mapping) else params):
         name, value = entry if isinstance(entry, tuple) else (str(index), entry)
         if value is None:
             continue
         if not isinstance(value, torch.Tensor):
             raise UnsupportedError(f"{name!r} is a {type(value).__name__}, not a tensor; send it with broadcast_object")
-        broadcast_(value, root_rank, prefix + name)
+        if prefix + name in tensors:
+            raise ValueError(f"{name!r} occurs twice")
+        tensors[prefix + name] = value
+    commlib.declare([(name, tensor.nbytes) for name, tensor in tensors.items()])
+    for name, tensor in tensors.items():
+        broadcast_(tensor, root_rank, name)
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:

@@ -254,6 +254,7 @@ def submit(
         op=op,
         priority=priority,
         owner=(wire, result),
+        shape=wire.shape,
     )
 
     def finish() -> torch.Tensor:

@@ -12,6 +12,7 @@ alive, which keeps all parameters alive.
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import itertools
 import warnings
@@ -64,6 +65,7 @@ class Reducer:
 
     def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Watch further parameters. They go behind those already known in priority."""
+        known = len(self._names)
         for name, param in named:
             self._names.append(self.prefix + name)
             self._params.append(param)
@@ -71,6 +73,8 @@ class Reducer:
             if self._active:
                 ops.check(param)
                 self._hooks.append(_register(param, _ready_hook(self, len(self._params) - 1)))
+        if self._active:
+            commlib.declare([(n, p.nbytes) for n, p in zip(self._names[known:], self._params[known:], strict=True)])
 
     def remove_hooks(self) -> None:
         """Finish what is in flight and stop watching."""
@@ -247,7 +251,10 @@ class _DistributedOptimizer(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy as the wrapped optimizer: whoever loads it may not have the same ranks, or any."""
-        return self._original.__reduce_ex__(protocol)
+        make, arguments, *rest = self._original.__reduce_ex__(protocol)
+        # pickle wants `copyreg.__newobj__` to make the class that is pickled; this one does the same for any class.
+        make = object.__new__ if make is copyreg.__newobj__ else make  # type: ignore[attr-defined]
+        return make, arguments, *rest
 
     def _reduce(self) -> None:
         if self._reducer.skip:

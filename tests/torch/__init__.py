@@ -1,27 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of commlib.torch. Importing torch takes seconds, so each job makes many checks and hands their results back."""
+"""Tests of commlib.torch.
+
+Importing torch takes seconds, so there is one job for each module and number of ranks: it calls all functions that the
+module lists as WORKERS, and each test looks at what one of them has returned.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
-from tests.launch import run_job
+from tests.launch import JobError, run_job
 
 
-def run_ranks(worker: Callable[[], Any], size: int, timeout: float = 90) -> list[Any]:
-    """Call `worker`, a function of a test module, in `size` processes after `init`; return the results by rank."""
+def results_of(worker: Callable[[], Any], size: int) -> list[Any]:
+    """What `worker`, one of the WORKERS of its module, returned in a job of `size` processes, by rank."""
+    outcome = _job(worker.__module__, size)
+    if isinstance(outcome, JobError):
+        raise outcome
+    return [results[worker.__name__] for results in outcome]
+
+
+@cache
+def _job(module: str, size: int) -> list[Any] | JobError:
+    """The results of a job by rank, or how it failed: it is run once in any case."""
     script = f"""
         import torch
         torch.set_num_threads(1)
-        import commlib.torch as bps
+        import commlib
         from tests.launch import give
-        from {worker.__module__} import {worker.__name__} as worker
-        bps.init()
-        give(worker())
-        bps.shutdown()
+        from {module} import WORKERS
+        commlib.init()
+        give({{worker.__name__: worker() for worker in WORKERS}})
+        commlib.shutdown()
     """
-    return run_job(script, hosts=[size], timeout=timeout)
+    try:
+        return run_job(script, hosts=[size], timeout=100)
+    except JobError as error:
+        return error
 
 
 def message_of(call: Callable[[], Any]) -> tuple[str, str]:

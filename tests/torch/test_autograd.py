@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import commlib.torch as bps  # noqa: E402
-from tests.torch import message_of, run_ranks  # noqa: E402
+import torch
+
+import commlib.torch as bps
+from tests.torch import message_of, results_of
 
 SIZES = [1, 2, 4]
 
@@ -106,7 +107,7 @@ def mark() -> dict[str, Any]:
     }
 
 
-run = cache(run_ranks)
+WORKERS = [differentiate, mark]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -114,8 +115,8 @@ def test_gradients(size: int) -> None:
     ranks = range(size)
     total = sum(weight(rank) for rank in ranks)
     value = sum(rank + 1.0 for rank in ranks)
-    for rank, grads in enumerate(run(differentiate, size)):
-        for op, divisor in (("AVERAGE", size), ("SUM", 1)):
+    for rank, grads in enumerate(results_of(differentiate, size)):
+        for op, divisor in (("Average", size), ("Sum", 1)):
             reduced = (total / divisor).tolist()
             assert grads[f"{op} None"] == pytest.approx(reduced)
             assert grads[f"{op} x"] == pytest.approx(reduced)
@@ -132,7 +133,7 @@ def test_gradients(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_autograd_is_told(size: int) -> None:
-    for results in run(mark, size):
+    for results in results_of(mark, size):
         for case in ("stale", "stale copy", "stale broadcast"):
             assert "modified by an inplace operation" in results.pop(case)[1], case
         error, words = results.pop("max backward")

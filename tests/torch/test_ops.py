@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import commlib.torch as bps  # noqa: E402
-from tests.torch import message_of, run_ranks  # noqa: E402
+import torch
+
+import commlib.torch as bps
+from tests.torch import message_of, results_of
 
 SIZES = [1, 2, 3]
 DTYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
@@ -53,9 +54,9 @@ def stacked(dtype: str, size: int, shape: tuple[int, ...] = (COUNT,)) -> Any:
 # What the ranks do.
 
 
-def reduce_all() -> dict[str, Any]:
+def reduce_all() -> dict[Any, Any]:
     """Every dtype with every operation, in place and not."""
-    results = {}
+    results: dict[Any, Any] = {}
     for dtype in DTYPES:
         for op in OPS:
             if (dtype, op) == ("bool", "Average"):
@@ -132,7 +133,7 @@ def use_handles() -> dict[str, Any]:
     }
 
 
-def compress() -> dict[str, Any]:
+def compress() -> dict[Any, Any]:
     results = {}
     for name in ("none", "fp16", "bf16"):
         for dtype in ("float32", "float64", "float16", "int32"):
@@ -206,12 +207,12 @@ def broadcast_models() -> dict[str, Any]:
 
 # What came of it.
 
-run = cache(run_ranks)
+WORKERS = [reduce_all, reduce_layouts, use_handles, compress, refuse, broadcast, broadcast_models]
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_dtype_and_operation(size: int) -> None:
-    for results in run(reduce_all, size):
+    for results in results_of(reduce_all, size):
         assert results.pop("error")[0] == "UnsupportedError"
         for (dtype, op), result in results.items():
             truth = OPS[op](stacked(dtype, size))
@@ -227,7 +228,7 @@ def test_every_dtype_and_operation(size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_layout(size: int) -> None:
-    for results in run(reduce_layouts, size):
+    for results in results_of(reduce_layouts, size):
         for layout, of_rank in LAYOUTS.items():
             truth = sum(exact(of_rank(rank)) for rank in range(size))
             rtol = TOLERANCE["bfloat16" if "bfloat16" in layout else "float32"]
@@ -239,13 +240,13 @@ def test_every_layout(size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_handles(size: int) -> None:
-    for results in run(use_handles, size):
+    for results in results_of(use_handles, size):
         assert all(results.values()), results
 
 
 @pytest.mark.parametrize("size", [2])
 def test_compression(size: int) -> None:
-    for results in run(compress, size):
+    for results in results_of(compress, size):
         for (name, dtype), result in results.items():
             if dtype == "int32":
                 np.testing.assert_array_equal(result, np.floor(stacked(dtype, size).mean(axis=0)))
@@ -260,7 +261,7 @@ def test_compression(size: int) -> None:
 
 
 def test_what_cannot_be_sent_is_refused_with_a_way_out() -> None:
-    (results,) = run(refuse, 1)
+    (results,) = results_of(refuse, 1)
     for case, words in {
         "device": "cpu()",
         "sparse": "to_dense()",
@@ -275,13 +276,13 @@ def test_what_cannot_be_sent_is_refused_with_a_way_out() -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_broadcast(size: int) -> None:
-    for results in run(broadcast, size):
+    for results in results_of(broadcast, size):
         assert all(results.values()), [case for case, good in results.items() if not good]
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_broadcast_parameters(size: int) -> None:
-    for results in run(broadcast_models, size):
+    for results in results_of(broadcast_models, size):
         assert results["state_dict"]
         assert results["names"]
         assert results["list"]

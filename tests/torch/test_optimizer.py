@@ -1,0 +1,705 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DistributedOptimizer trains as one process would on the whole batch, whatever the script around it does."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import pickle
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+import commlib.torch as bps
+from tests.torch import message_of, results_of
+
+SIZES = [1, 2, 4]
+STEPS = 20
+BATCH = 12  # can be dealt to 1, 2 and 4 ranks evenly
+
+
+class Net(torch.nn.Module):
+    """A network with a layer that can be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first = torch.nn.Linear(7, 5)
+        self.optional = torch.nn.Linear(5, 5)
+        self.never = torch.nn.Linear(2, 2)
+        self.last = torch.nn.Linear(5, 3)
+
+    def forward(self, x: Any, optional: bool = True) -> Any:
+        x = self.first(x).tanh()
+        if optional:
+            x = self.optional(x).tanh()
+        return self.last(x)
+
+
+def batches(steps: int = STEPS) -> Iterator[tuple[Any, Any]]:
+    generator = torch.Generator().manual_seed(11)
+    for _ in range(steps):
+        yield torch.randn(BATCH, 7, generator=generator), torch.randn(BATCH, 3, generator=generator)
+
+
+def mine(*tensors: Any) -> Any:
+    """This rank's part of each tensor of a global batch."""
+    return [tensor.tensor_split(bps.size())[bps.rank()] for tensor in tensors]
+
+
+def loss_of(net: Any, x: Any, y: Any, **options: Any) -> Any:
+    return ((net(x, **options) - y) ** 2).mean()
+
+
+def sgd(net: Any) -> Any:
+    return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+
+
+def adamw(net: Any) -> Any:
+    return torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def difference(net: Any, reference: Any) -> float:
+    """The largest difference of two parameters, relative to the largest of them."""
+    pairs = zip(net.parameters(), reference.parameters(), strict=True)
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+
+def pair(make: Callable[[Any], Any], **options: Any) -> tuple[Any, Any, Any, Any]:
+    """A network with a distributed optimizer, and one with a plain one."""
+    net, reference = Net(), Net()
+    optimizer = bps.DistributedOptimizer(make(net), net.named_parameters(), **options)
+    return net, optimizer, reference, make(reference)
+
+
+def counted(call: Callable[[], Any]) -> int:
+    """How many gradients were submitted during `call`."""
+    from commlib.torch import ops
+
+    submit = ops.submit
+    names: list[str] = []
+
+    def count(tensor: Any, op: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        names.append(name)
+        return submit(tensor, op, name, *args, **kwargs)
+
+    ops.submit = count
+    try:
+        call()
+    finally:
+        ops.submit = submit
+    return sum(not name.endswith((".used", ".loss")) for name in names)
+
+
+# Scenarios. Each runs on all ranks and checks for itself.
+
+SCENARIOS: dict[str, Callable[[], None]] = {}
+
+
+def scenario(function: Callable[[], None]) -> Callable[[], None]:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def train(make: Callable[[Any], Any], **options: Any) -> float:
+    net, optimizer, reference, plain = pair(make, **options)
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss_of(net, *mine(x, y)).backward()
+        optimizer.step()
+        plain.zero_grad()
+        loss_of(reference, x, y).backward()
+        plain.step()
+    flat = torch.cat([param.detach().flatten() for param in net.parameters()])
+    assert torch.equal(flat, bps.broadcast(flat, 0)), "ranks differ"
+    return difference(net, reference)
+
+
+@scenario
+def equals_single_process() -> None:
+    assert train(sgd) < 1e-5
+    assert train(adamw) < 1e-4
+
+
+@scenario
+def compressed() -> None:
+    assert train(sgd, compression=bps.Compression.fp16) < 1e-2
+    assert train(sgd, compression=bps.Compression.bf16) < 1e-1
+
+
+@scenario
+def sums() -> None:
+    net, optimizer, reference, plain = pair(sgd, op=bps.Sum)
+    for x, y in batches(5):
+        optimizer.zero_grad()
+        (loss_of(net, *mine(x, y)) / bps.size()).backward()
+        optimizer.step()
+        plain.zero_grad()
+        loss_of(reference, x, y).backward()
+        plain.step()
+    assert difference(net, reference) < 1e-5
+
+
+@scenario
+def accumulates() -> None:
+    """Two passes a step, and now and then a step after one, as at the end of an epoch."""
+    net, optimizer, reference, plain = pair(sgd, backward_passes_per_step=2)
+    for step in range(9):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        for x, y in batches(1 if step % 3 == 2 else 2):
+            loss_of(net, *mine(x, y)).backward()
+            loss_of(reference, x, y).backward()
+        optimizer.step()
+        plain.step()
+    optimizer.set_backward_passes_per_step(1)
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        loss_of(net, *mine(x, y)).backward()
+        optimizer.step()
+        plain.zero_grad()
+        loss_of(reference, x, y).backward()
+        plain.step()
+    assert difference(net, reference) < 1e-5
+
+
+@scenario
+def without_zero_grad() -> None:
+    net, optimizer, reference, plain = pair(sgd)
+    for x, y in batches(5):
+        loss_of(net, *mine(x, y)).backward()
+        optimizer.step()
+        loss_of(reference, x, y).backward()
+        plain.step()
+    assert difference(net, reference) < 1e-5
+
+
+@scenario
+def keeps_zeroed_gradients() -> None:
+    for zero in ("optimizer", "model"):
+        net, optimizer, reference, plain = pair(sgd)
+        for x, y in batches(5):
+            for owner in (optimizer, plain) if zero == "optimizer" else (net, reference):
+                owner.zero_grad(set_to_none=False)
+            loss_of(net, *mine(x, y)).backward()
+            optimizer.step()
+            loss_of(reference, x, y).backward()
+            plain.step()
+        assert difference(net, reference) < 1e-5
+
+
+@scenario
+def unused_parameters() -> None:
+    """A layer used by no rank, by some, and by all in turn. Where nobody used it there is no gradient at all."""
+    net, optimizer, reference, plain = pair(adamw)
+    for step, (x, y) in enumerate(batches(8)):
+        users = [rank for rank in range(bps.size()) if (step >> rank % 3) & 1]
+        optimizer.zero_grad()
+        loss_of(net, *mine(x, y), optional=bps.rank() in users).backward()
+        optimizer.step()
+        plain.zero_grad()
+        parts = zip(x.tensor_split(bps.size()), y.tensor_split(bps.size()), strict=True)
+        for rank, (part_x, part_y) in enumerate(parts):
+            (loss_of(reference, part_x, part_y, optional=rank in users) / bps.size()).backward()
+        plain.step()
+        assert net.never.weight.grad is None
+        assert (net.optional.weight.grad is None) == (not users), step
+    assert difference(net, reference) < 1e-4
+    assert torch.equal(net.never.weight, Net().never.weight)
+
+
+@scenario
+def closures() -> None:
+    net, optimizer, reference, plain = pair(sgd)
+    for x, y in batches(5):
+
+        def distributed(part: Any = (x, y)) -> Any:
+            optimizer.zero_grad()
+            loss = loss_of(net, *mine(*part))
+            loss.backward()
+            return loss
+
+        def single(part: Any = (x, y)) -> Any:
+            plain.zero_grad()
+            loss = loss_of(reference, *part)
+            loss.backward()
+            return loss
+
+        loss = optimizer.step(distributed)
+        assert torch.allclose(bps.push_pull(loss.detach()), plain.step(single).detach())
+    assert difference(net, reference) < 1e-5
+
+
+@scenario
+def lbfgs() -> None:
+    """It decides by the loss how often to call the closure: all ranks must see the same one."""
+    net, reference = Net(), Net()
+    optimizer = bps.DistributedOptimizer(torch.optim.LBFGS(net.parameters(), line_search_fn="strong_wolfe"))
+    plain = torch.optim.LBFGS(reference.parameters(), line_search_fn="strong_wolfe")
+    (x, y), calls = next(batches(1)), [0, 0]
+
+    def closure_for(net: Any, optimizer: Any, *data: Any) -> Callable[[], Any]:
+        def closure() -> Any:
+            calls[optimizer is plain] += 1
+            optimizer.zero_grad()
+            loss = loss_of(net, *data)
+            loss.backward()
+            return loss
+
+        return closure
+
+    first = optimizer.step(closure_for(net, optimizer, *mine(x, y)))
+    assert torch.allclose(first, plain.step(closure_for(reference, plain, x, y)), rtol=1e-5)
+    assert calls[0] > 2
+    flat = torch.cat([param.detach().flatten() for param in net.parameters()])
+    assert torch.equal(flat, bps.broadcast(flat, 0))
+    assert loss_of(net, x, y).item() == pytest.approx(loss_of(reference, x, y).item(), rel=0.05, abs=1e-4)
+
+
+@scenario
+def clipping() -> None:
+    net, optimizer, reference, plain = pair(sgd)
+    used = sum(param.numel() > 0 for name, param in net.named_parameters() if "never" not in name)
+    for step, (x, y) in enumerate(batches(6)):
+
+        def one_step(part: Any = (x, y), skip: bool = step % 2 == 1) -> None:
+            optimizer.zero_grad()
+            (10 * loss_of(net, *mine(*part))).backward()
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            if skip:
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+
+        assert counted(one_step) == (used if bps.size() > 1 else 0)
+        plain.zero_grad()
+        (10 * loss_of(reference, x, y)).backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        plain.step()
+    assert difference(net, reference) < 1e-5
+
+
+@scenario
+def schedulers() -> None:
+    """Made before wrapping or after, they set the learning rate, see step() and do not bypass the reduction."""
+    for before in (True, False):
+        net, reference = Net(), Net()
+        inner, plain = sgd(net), sgd(reference)
+        if before:
+            scheduler = torch.optim.lr_scheduler.StepLR(inner, 2, gamma=0.5)
+        optimizer = bps.DistributedOptimizer(inner, net.named_parameters())
+        if not before:
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        expected = torch.optim.lr_scheduler.StepLR(plain, 2, gamma=0.5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for x, y in batches(6):
+                optimizer.zero_grad()
+                loss_of(net, *mine(x, y)).backward()
+                optimizer.step()
+                scheduler.step()
+                plain.zero_grad()
+                loss_of(reference, x, y).backward()
+                plain.step()
+                expected.step()
+                assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+        assert difference(net, reference) < 1e-5
+        # Unwrapped, the optimizer is plain again, and the scheduler goes on with it.
+        assert optimizer.unwrap() is inner
+
+        def by_itself(inner: Any = inner, net: Any = net) -> None:
+            loss_of(net, *mine(*next(batches(1)))).backward()
+            inner.step()
+
+        assert counted(by_itself) == 0
+        scheduler.step()
+
+
+@scenario
+def state_dicts() -> None:
+    """State moves between wrapped and plain optimizers, and loading does not cut what has been shared."""
+    net, optimizer, reference, plain = pair(adamw)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    expected = torch.optim.lr_scheduler.ExponentialLR(plain, 0.9)
+    seen: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(1))
+    for step, (x, y) in enumerate(batches(9)):
+        optimizer.zero_grad()
+        loss_of(net, *mine(x, y)).backward()
+        optimizer.step()
+        scheduler.step()
+        plain.zero_grad()
+        loss_of(reference, x, y).backward()
+        plain.step()
+        expected.step()
+        if step % 3 == 0:
+            optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+            plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            assert list(optimizer.state_dict()) == ["state", "param_groups"]
+    assert len(seen) == 9
+    assert difference(net, reference) < 1e-4
+
+
+@scenario
+def looks_like_the_wrapped_one() -> None:
+    class Custom(torch.optim.SGD):
+        def __init__(self, params: Any, must: str, have: str) -> None:
+            Custom.made += 1
+            super().__init__(params, lr=0.1)
+
+        made = 0
+
+    net = Net()
+    inner = Custom(net.parameters(), "a", have="b")
+    optimizer = bps.DistributedOptimizer(inner)
+    assert isinstance(optimizer, Custom)
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert type(optimizer).__name__ == "Custom"
+    assert repr(optimizer) == repr(inner)
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    assert Custom.made == 1
+    assert set(vars(optimizer)) == set(vars(sgd(Net())))
+    assert "Distributed" in message_of(lambda: bps.DistributedOptimizer(optimizer))[1]
+
+
+@scenario
+def copies_are_plain() -> None:
+    net = Net()
+    optimizer = bps.DistributedOptimizer(adamw(net), net.named_parameters())
+    loss_of(net, *mine(*next(batches(1)))).backward()
+    optimizer.step()
+    for copied in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
+        assert type(copied) is torch.optim.AdamW
+        assert repr(copied) == repr(optimizer)
+        assert str(copied.state_dict()) == str(optimizer.state_dict())
+
+
+@scenario
+def frozen_and_thawed() -> None:
+    net, reference = Net(), Net()
+    for each in (net, reference):
+        each.first.requires_grad_(False)
+    optimizer, plain = bps.DistributedOptimizer(sgd(net), net.named_parameters()), sgd(reference)
+    assert not net.first.weight.requires_grad
+    for step, (x, y) in enumerate(batches(6)):
+        for each in (net, reference):
+            each.first.requires_grad_(step >= 2)
+            each.last.requires_grad_(step != 4)
+        optimizer.zero_grad()
+        loss_of(net, *mine(x, y)).backward()
+        optimizer.step()
+        plain.zero_grad()
+        loss_of(reference, x, y).backward()
+        plain.step()
+    assert difference(net, reference) < 1e-5
+    assert not torch.equal(net.first.weight, Net().first.weight)
+
+
+@scenario
+def added_groups() -> None:
+    net, reference = Net(), Net()
+    optimizer = bps.DistributedOptimizer(torch.optim.SGD(net.first.parameters(), lr=0.05))
+    plain = torch.optim.SGD(reference.first.parameters(), lr=0.05)
+    for step, (x, y) in enumerate(batches(6)):
+        if step == 2:
+            optimizer.add_param_group({"params": list(net.last.parameters()), "lr": 0.01})
+            plain.add_param_group({"params": list(reference.last.parameters()), "lr": 0.01})
+        optimizer.zero_grad()
+        loss_of(net, *mine(x, y)).backward()
+        optimizer.step()
+        plain.zero_grad()
+        loss_of(reference, x, y).backward()
+        plain.step()
+    assert difference(net, reference) < 1e-5
+    assert not torch.equal(net.last.weight, Net().last.weight)
+
+
+@scenario
+def two_optimizers() -> None:
+    """Both with the same names; as in a GAN, one's backward also reaches the other's parameters."""
+    nets, references = [Net(), Net()], [Net(), Net()]
+    optimizers = [bps.DistributedOptimizer(sgd(net), net.named_parameters()) for net in nets]
+    plains = [sgd(net) for net in references]
+
+    def play(pair: Any, players: Any, x: Any, y: Any) -> None:
+        for this, other in ((0, 1), (1, 0)):
+            players[this].zero_grad()
+            (loss_of(pair[this], x, y) + 0.1 * loss_of(pair[other], x, y)).backward()
+            players[this].step()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in batches(6):
+            play(nets, optimizers, *mine(x, y))
+            play(references, plains, x, y)
+    assert all("zero_grad() before step()" in str(warning.message) for warning in caught)
+    assert all(warning.filename == __file__ for warning in caught)
+    assert bool(caught) == (bps.size() > 1)
+    assert max(map(difference, nets, references)) < 1e-5
+
+
+@scenario
+def tied_weights() -> None:
+    def tied() -> Any:
+        torch.manual_seed(3)
+        net = torch.nn.Sequential(torch.nn.Linear(7, 7), torch.nn.Tanh(), torch.nn.Linear(7, 7), torch.nn.Linear(7, 3))
+        net[2].weight = net[0].weight
+        return net
+
+    net, reference = tied(), tied()
+    names = net.named_parameters(remove_duplicate=False)
+    optimizer, plain = bps.DistributedOptimizer(sgd(net), names), sgd(reference)
+    for x, y in batches(4):
+        optimizer.zero_grad()
+        loss_of(net, *mine(x, y)).backward()
+        optimizer.step()
+        plain.zero_grad()
+        loss_of(reference, x, y).backward()
+        plain.step()
+    assert difference(net, reference) < 1e-5
+
+
+@scenario
+def sparse_gradients() -> None:
+    def embedding() -> Any:
+        torch.manual_seed(5)
+        return torch.nn.Embedding(11, 3, sparse=True)
+
+    net, reference = embedding(), embedding()
+    optimizer = bps.DistributedOptimizer(sgd(net), sparse_as_dense=True)
+    refusing = bps.DistributedOptimizer(sgd(refused := embedding()))
+    plain = sgd(reference)
+    index = torch.arange(BATCH) % 5
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(*mine(index)).square().mean().backward()
+        optimizer.step()
+        plain.zero_grad()
+        torch.nn.functional.embedding(index, reference.weight).square().mean().backward()
+        plain.step()
+    assert difference(net, reference) < 1e-5
+    error, words = message_of(refused(index).sum().backward)
+    assert (error == "UnsupportedError" and "sparse_as_dense=True" in words) == (bps.size() > 1)
+    refusing.unwrap()
+
+
+@scenario
+def half_precision_parameters() -> None:
+    net, reference = Net().bfloat16(), Net().bfloat16()
+    optimizer, plain = bps.DistributedOptimizer(sgd(net)), sgd(reference)
+    for x, y in batches(5):
+        x, y = x.bfloat16(), y.bfloat16()
+        optimizer.zero_grad()
+        loss_of(net, *mine(x, y)).backward()
+        optimizer.step()
+        plain.zero_grad()
+        loss_of(reference, x, y).backward()
+        plain.step()
+    assert difference(net, reference) < 0.05
+
+
+@scenario
+def second_order() -> None:
+    """With create_graph, a gradient is itself part of a graph."""
+    net, optimizer, reference, plain = pair(sgd)
+    for x, y in batches(4):
+        for each, owner, data in ((net, optimizer, mine(x, y)), (reference, plain, (x, y))):
+            owner.zero_grad()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns of the cycle that create_graph makes
+                loss_of(each, *data).backward(create_graph=True)
+            owner.step()
+    assert difference(net, reference) < 1e-5
+
+
+@scenario
+def compiled() -> None:
+    net, optimizer, reference, plain = pair(sgd)
+    fast = torch.compile(net, backend="aot_eager")
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        loss_of(fast, *mine(x, y)).backward()
+        optimizer.step()
+        plain.zero_grad()
+        loss_of(reference, x, y).backward()
+        plain.step()
+    assert difference(net, reference) < 1e-5
+
+
+@scenario
+def checkpointed() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    for reentrant in (True, False):
+        net, optimizer, reference, plain = pair(sgd)
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            part_x, part_y = mine(x, y)
+            hidden = net.first(part_x).tanh()
+            hidden = checkpoint(net.optional, hidden, use_reentrant=reentrant).tanh()
+            ((net.last(hidden) - part_y) ** 2).mean().backward()
+            optimizer.step()
+            plain.zero_grad()
+            loss_of(reference, x, y).backward()
+            plain.step()
+        assert difference(net, reference) < 1e-5
+
+
+@scenario
+def touched_in_flight() -> None:
+    """What would be silently wrong is an error, and zero_grad() makes all good again."""
+    net, optimizer, reference, plain = pair(sgd)
+    data = mine(*next(batches(1)))
+
+    def clipped_too_early() -> None:
+        loss_of(net, *data).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+
+    def replaced() -> None:
+        loss_of(net, *data).backward()
+        net.last.weight.grad = torch.zeros_like(net.last.weight)
+        optimizer.step()
+
+    def one_backward_too_many() -> None:
+        loss_of(net, *data).backward()
+        loss_of(net, *data).backward()
+
+    def skipped() -> None:
+        loss_of(net, *data).backward()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    for call, words in (
+        (clipped_too_early, "synchronize()"),
+        (replaced, "synchronize()"),
+        (one_backward_too_many, "backward_passes_per_step"),
+        (skipped, "skip_synchronize()"),
+    ):
+        error, said = message_of(call)
+        assert (error == "RuntimeError" and words in said) == (bps.size() > 1), (call, said)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.zero_grad()
+        net.load_state_dict(reference.state_dict())
+        optimizer.state.clear()
+
+    # Dropped through the model, a gradient is not missed.
+    loss_of(net, *data).backward()
+    net.zero_grad()
+    optimizer.step()
+    assert difference(net, reference) == 0
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        loss_of(net, *mine(x, y)).backward()
+        optimizer.step()
+        plain.zero_grad()
+        loss_of(reference, x, y).backward()
+        plain.step()
+    assert difference(net, reference) < 1e-5
+
+    optimizer.unwrap()
+    net.zero_grad()
+    summing = bps.DistributedOptimizer(sgd(net), op=bps.Sum)
+    loss_of(net, *data).backward()
+    summing.synchronize()
+    assert ("summed" in message_of(lambda: loss_of(net, *data).backward())[1]) == (bps.size() > 1)
+
+
+@scenario
+def bad_arguments() -> None:
+    net = Net()
+    named = list(net.named_parameters())
+    for expected, call in (
+        ("unique", lambda: bps.DistributedOptimizer(sgd(net), [*named, ("first.weight", torch.ones(1))])),
+        ("missing", lambda: bps.DistributedOptimizer(sgd(net), named[1:])),
+        ("missing", lambda: bps.DistributedOptimizer(sgd(net), [])),
+        ("pairs", lambda: bps.DistributedOptimizer(sgd(net), net.parameters())),
+        ("Average or Sum", lambda: bps.DistributedOptimizer(sgd(net), op=bps.Max)),
+        ("at least 1", lambda: bps.DistributedOptimizer(sgd(net), backward_passes_per_step=0)),
+        ("at least 1", lambda: bps.DistributedOptimizer(sgd(net)).set_backward_passes_per_step(0)),
+    ):
+        error, words = message_of(call)
+        assert error == "ValueError", words
+        assert expected in words
+    assert message_of(lambda: bps.DistributedOptimizer(net))[0] == "TypeError"
+    patched = sgd(net)
+    patched.step = lambda: None
+    assert message_of(lambda: bps.DistributedOptimizer(patched))[0] == "ValueError"
+    error, words = message_of(lambda: bps.DistributedOptimizer(sgd(net.to("meta"))))
+    assert (error == "UnsupportedError" and "meta" in words) == (bps.size() > 1)
+
+
+@scenario
+def is_not_leaked() -> None:
+    net = Net()
+    optimizer = bps.DistributedOptimizer(sgd(net), net.named_parameters())
+    loss_of(net, *mine(*next(batches(1)))).backward()
+    optimizer.step()
+    gone = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert gone() is None
+    finally:
+        gc.enable()
+    hooks = [param._post_accumulate_grad_hooks for param in net.parameters()]
+    assert not any(hooks)
+
+
+@scenario
+def alone_there_is_nothing_to_do() -> None:
+    net = Net()
+    optimizer = bps.DistributedOptimizer(sgd(net))
+    hooks = [param._post_accumulate_grad_hooks for param in net.parameters()]
+    assert all(hooks) == (bps.size() > 1)
+    for _ in range(3):  # passes are not counted either
+        loss_of(net, *mine(*next(batches(1)))).backward()
+        optimizer.synchronize()
+    optimizer.step()
+    assert math.isfinite(net.last.weight.sum().item())
+
+
+def run_scenarios() -> dict[str, str]:
+    """Run all scenarios; one that fails does so on all ranks or leaves the others waiting, so it ends the run."""
+    results: dict[str, str] = {}
+    for name, function in SCENARIOS.items():
+        try:
+            function()
+            results[name] = "passed"
+        except Exception:
+            results[name] = traceback.format_exc()
+            if bps.size() > 1:
+                bps.barrier(timeout=10)
+    return results
+
+
+def before_init() -> tuple[str, str]:
+    bps.shutdown()
+    return message_of(lambda: bps.DistributedOptimizer(sgd(Net())))
+
+
+WORKERS = [run_scenarios, before_init]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_scenario(name: str, size: int) -> None:
+    for results in results_of(run_scenarios, size):
+        assert results[name] == "passed", results[name]
+
+
+def test_init_is_needed() -> None:
+    assert results_of(before_init, 1)[0][0] == "NotInitializedError"
