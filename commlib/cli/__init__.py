@@ -28,9 +28,8 @@ def main() -> None:
 @click.option("-n", "--np", "workers", type=click.IntRange(min=1), required=True, help="Number of worker processes.")
 @click.option("--servers", type=click.IntRange(min=0), default=0, help="Number of dedicated servers.  [default: 0]")
 @click.option("--no-prefix", is_flag=True, help="Leave the output of the processes alone.")
-@click.option("--tied-to", type=int, default=None, hidden=True, help="End when this process, the parent, has ended.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def run_command(workers: int, servers: int, no_prefix: bool, tied_to: int | None, command: tuple[str, ...]) -> None:
+def run_command(workers: int, servers: int, no_prefix: bool, command: tuple[str, ...]) -> None:
     """Run COMMAND in several processes on this host, for instance `commlib run -n 4 -- python train.py`.
 
     Each process learns its place from COMMLIB_RANK, COMMLIB_SIZE, COMMLIB_LOCAL_RANK and COMMLIB_LOCAL_SIZE. Lines they
@@ -41,13 +40,11 @@ def run_command(workers: int, servers: int, no_prefix: bool, tied_to: int | None
     of the process that failed first; 128 + number for a signal.
     """
     from commlib.launch.job import local_job, prefixes_of
-    from commlib.launch.supervisor import supervise, tie_to
+    from commlib.launch.supervisor import supervise
 
-    if tied_to is not None:
-        tie_to(tied_to)
     with _errors_in_words("run"):
         members = local_job(command, workers=workers, servers=servers)
-    sys.exit(supervise(members, prefixes=None if no_prefix else prefixes_of(members)))
+    sys.exit(supervise(members, prefixes=None if no_prefix else prefixes_of(members)).status)
 
 
 @main.command("server")
@@ -64,7 +61,7 @@ def server_command() -> None:
         _log_to_stderr("server", config.log_level)
         from commlib.server import serve
 
-        sys.exit(serve(config))
+        serve(config)
 
 
 @main.command("scheduler")

@@ -28,7 +28,7 @@ from types import FrameType
 
 from commlib.launch.output import Outlet, pumps_for
 
-__all__ = ["Member", "exit_status", "supervise", "tie_to"]
+__all__ = ["Ending", "Member", "described", "supervise", "tie_to"]
 
 # What a job that must end is given, step by step: seconds to wait, then the signal. Below five seconds in all.
 _ENDING = ((3.0, signal.SIGTERM), (1.0, signal.SIGKILL))
@@ -62,29 +62,42 @@ class Member:
     reads_stdin: bool = False
 
 
-def exit_status(returncode: int) -> int:
-    """What a shell would say: the status, or 128 + signal."""
-    return returncode if returncode >= 0 else 128 - returncode
+@dataclass(frozen=True)
+class Ending:
+    """How a job ended: the exit status of the first member that failed, or 0, as a shell would say it (128 + signal).
+
+    `returncodes` has the members in the order in which they ended, a signal as its negative number.
+    """
+
+    status: int
+    returncodes: list[tuple[str, int]]
 
 
-def supervise(members: Sequence[Member], *, prefixes: Mapping[str, str] | None, command: str = "commlib run") -> int:
-    """Run `members` to their end and return the exit status of the first that failed, or 0.
+def supervise(
+    members: Sequence[Member],
+    *,
+    prefixes: Mapping[str, str] | None = None,
+    command: str = "commlib run",
+    quiet: bool = False,
+) -> Ending:
+    """Run `members` to their end.
 
     With `prefixes`, by member name, output goes through the supervisor, line by line; with None the members write to
-    the supervisor's own standard output and error. `command` stands before what the supervisor itself has to say.
+    the supervisor's own standard output and error. `command` stands before what the supervisor itself has to say, which
+    is nothing if `quiet`.
 
     Only for the main thread of a process that is made for this: it takes over signals and adopts orphans. A member that
     cannot be started (OSError) ends the ones before it and counts as failed with status 127, or 126 if it exists.
     """
     _open_missing_descriptors()
-    return _Supervisor(prefixes, command).run(members)
+    return _Supervisor(prefixes, command, quiet).run(members)
 
 
 def tie_to(parent: int) -> None:
     """Let this process, in its main thread, be told to end (SIGTERM) when `parent`, which started it, has ended."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
-        sys.exit(exit_status(-signal.SIGTERM))
+        sys.exit(_exit_status(-signal.SIGTERM))
 
 
 @dataclass
@@ -95,9 +108,11 @@ class _Child:
 
 
 class _Supervisor:
-    def __init__(self, prefixes: Mapping[str, str] | None, command: str) -> None:
+    def __init__(self, prefixes: Mapping[str, str] | None, command: str, quiet: bool) -> None:
         self._prefixes = prefixes
         self._command = command
+        self._quiet = quiet
+        self._returncodes: list[tuple[str, int]] = []  # of those who have ended, in that order
         self._children: dict[int, _Child] = {}  # that live or are not buried yet
         self._outlets: dict[int, Outlet] = {}
         self._voice = _STDERR  # where the supervisor says something
@@ -111,7 +126,7 @@ class _Supervisor:
         self._guard: subprocess.Popen[bytes] | None = None
         self._pumps_running = 0
 
-    def run(self, members: Sequence[Member]) -> int:
+    def run(self, members: Sequence[Member]) -> Ending:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         with self._signals() as (wakeup, wake), self._selector, self._guarded():
             self._selector.register(wakeup, selectors.EVENT_READ)
@@ -124,7 +139,7 @@ class _Supervisor:
             if pumps:
                 os.close(self._voice)
                 self._drain(wakeup)
-        return self._status or 0
+        return Ending(self._status or 0, self._returncodes)
 
     # Starting.
 
@@ -139,6 +154,7 @@ class _Supervisor:
             except OSError as error:
                 self._say(f"cannot start {member.name}: {member.argv[0]}: {error.strerror}")
                 self._status = 127 if isinstance(error, FileNotFoundError) else 126
+                self._returncodes.append((member.name, self._status))
                 self._begin_ending()
                 break
 
@@ -233,7 +249,8 @@ class _Supervisor:
             return
         self._selector.unregister(child.pidfd)
         os.close(child.pidfd)
-        status = exit_status(child.popen.wait())
+        status = _exit_status(child.popen.wait())
+        self._returncodes.append((child.member.name, child.popen.returncode))
         # A server that has to be stopped because the workers have ended is not a failure of the job.
         stopped = self._signalled and not child.member.is_worker
         if status == 0 or self._status is not None or stopped:
@@ -242,7 +259,7 @@ class _Supervisor:
         others = len(self._children)
         if not self._told_to_end:
             rest = f"; {others} more now have {_ENDING[0][0]:g} s to end" if others else ""
-            self._say(f"{child.member.name} {_described(child.popen.returncode)}{rest}")
+            self._say(f"{child.member.name} {described(child.popen.returncode)}{rest}")
         self._begin_ending()
 
     def _bury(self) -> None:
@@ -320,6 +337,8 @@ class _Supervisor:
             self._guard.stdin.flush()
 
     def _say(self, text: str) -> None:
+        if self._quiet:
+            return
         with contextlib.suppress(OSError):
             os.write(self._voice, f"{self._command}: {text}\n".encode())
 
@@ -347,7 +366,8 @@ def _take_note(number: int, frame: FrameType | None) -> None:
     """A handler must exist for the number to come out of the wake-up descriptor."""
 
 
-def _described(returncode: int) -> str:
+def described(returncode: int) -> str:
+    """How a process ended, as the rest of a sentence about it."""
     if returncode >= 0:
         return f"ended with status {returncode}"
     try:
@@ -355,6 +375,10 @@ def _described(returncode: int) -> str:
     except ValueError:
         name = f"signal {-returncode}"
     return f"was ended by {name}"
+
+
+def _exit_status(returncode: int) -> int:
+    return returncode if returncode >= 0 else 128 - returncode
 
 
 def _descendants(known: set[int]) -> dict[int, int]:
