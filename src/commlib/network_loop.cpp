@@ -120,7 +120,8 @@ void NetworkLoop::on_closed(PeerId peer, Errc code, int os_error) noexcept {
   const std::uint32_t member = options_.member_of_peer[peer];
   if (code == Errc::kOk || finishing_.load(std::memory_order_acquire) != 0) {
     engine_->on_peer_left(peer, member);
-    if (exchange_ != nullptr) exchange_->on_peer_left(peer, member);
+    // A peer that closes because we leave owes us nothing; what is still in flight here ends with our own shutdown.
+    if (exchange_ != nullptr && finishing_.load(std::memory_order_relaxed) == 0) exchange_->on_peer_left(peer, member);
   } else {
     const Cause cause = code == Errc::kInternal ? Cause::kMalformed : os_error == 0 ? Cause::kClosed
                         : os_error == ETIMEDOUT ? Cause::kSilent : Cause::kReset;

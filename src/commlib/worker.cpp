@@ -279,8 +279,9 @@ Errc Worker::State::submit(const Request& request, std::shared_ptr<Operation>* o
     task.row_index = request.key->row_of(index);
     task.row = table.row(task.row_index);
     task.slice_count = slice_count_of(task.bytes(), options.local_size);
-    start(task);
   }
+  // All are complete before the first can fail, and look at the others.
+  for (std::uint32_t index = 0; index < parts; ++index) start(operation->parts[index]);
   return Errc::kOk;
 }
 

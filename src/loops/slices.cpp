@@ -110,7 +110,9 @@ Errc sum_slice(const LocalContext& context, const PartTask& task, std::uint32_t 
     }
     for (std::uint32_t rank = 0; rank < context.local_size; ++rank) {
       std::byte* const other = rank == context.local_rank ? nullptr : output_of(rank);
-      if (other != nullptr && other + begin * item != pointers[0]) std::memcpy(other + begin * item, to, count * item);
+      if (other == nullptr) continue;
+      const bool has_it = operation.collective == Collective::kBroadcast && other + begin * item == pointers[0];
+      if (!has_it) std::memcpy(other + begin * item, to, count * item);
     }
   }
   return Errc::kOk;

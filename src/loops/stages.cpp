@@ -19,26 +19,33 @@ void announce_to_others(const LocalContext& context, const PartTask& task) noexc
 // The first rank that has left without arriving, or −1.
 int missing_and_gone(const LocalContext& context, const PartTask& task) noexcept {
   for (std::uint32_t rank = 0; rank < context.local_size; ++rank) {
-    if (context.table.has_left(rank) && task.row.entry(rank).round.load(std::memory_order_acquire) < round_of(task)) {
-      return static_cast<int>(rank);
-    }
+    if (context.table.has_left(rank) && !task.row.has_arrived(rank, round_of(task))) return static_cast<int>(rank);
   }
   return -1;
+}
+
+// Is the round over, with success, as far as this row can tell?
+bool is_done(const PartTask& task) noexcept {
+  return task.row.all_done(round_of(task), task.slice_count) ||
+         task.row.head().exchanged.load(std::memory_order_acquire) >= round_of(task);
 }
 
 // One host: all have arrived and agree, or the round fails for all.
 Errc meet(LocalContext& context, PartTask& task) noexcept {
   const std::uint64_t round = round_of(task);
-  if (!task.row.all_arrived(round)) {
-    if (const int gone = missing_and_gone(context, task); gone >= 0) {
-      task.row.fail(round, {Errc::kPeerLost, context.global_ranks[static_cast<std::uint32_t>(gone)]});
+  switch (task.row.meeting(round, task.operation->hash)) {
+    case Row::Meeting::kAgree: return Errc::kOk;
+    case Row::Meeting::kOver: return is_done(task) ? Errc::kOk : Errc::kAgain;
+    case Row::Meeting::kDisagree:
+      task.row.fail(round, {Errc::kMismatch, Failure::kNobody});
       announce_to_others(context, task);
-    }
-    return Errc::kAgain;
+      return Errc::kAgain;
+    case Row::Meeting::kMissing: break;
   }
-  if (task.row.agrees(round, task.operation->hash, task.slice_count)) return Errc::kOk;
-  task.row.fail(round, {Errc::kMismatch, Failure::kNobody});
-  announce_to_others(context, task);
+  if (const int gone = missing_and_gone(context, task); gone >= 0) {
+    task.row.fail(round, {Errc::kPeerLost, context.global_ranks[static_cast<std::uint32_t>(gone)]});
+    announce_to_others(context, task);
+  }
   return Errc::kAgain;
 }
 
@@ -46,10 +53,10 @@ Errc meet(LocalContext& context, PartTask& task) noexcept {
 Errc announce(LocalContext& context, PartTask& task) noexcept {
   if (!context.is_local_root()) return Errc::kOk;
   const std::uint64_t round = round_of(task);
-  if (task.row.all_arrived(round)) {
-    const bool agree = task.row.agrees(round, task.operation->hash, task.slice_count);
+  const Row::Meeting meeting = task.row.meeting(round, task.operation->hash);
+  if (meeting == Row::Meeting::kAgree || meeting == Row::Meeting::kDisagree) {
     task.in_exchange.store(true, std::memory_order_relaxed);  // the door's inbox publishes it
-    context.exchange->announce(task, agree);
+    context.exchange->announce(task, meeting == Row::Meeting::kAgree);
     return Errc::kOk;
   }
   if (const int gone = missing_and_gone(context, task); gone >= 0) {
@@ -183,10 +190,8 @@ Failure failure_of(const LocalContext& context, const PartTask& task) noexcept {
   // Another part has failed: this one will never be complete if the ranks do not even agree about it. A part for which
   // all have arrived and agree runs to its end.
   const std::uint64_t word = task.operation->first_failure.load(std::memory_order_acquire);
-  if (word == 0 || (task.row.all_arrived(round_of(task)) &&
-                    task.row.agrees(round_of(task), task.operation->hash, task.slice_count))) {
-    return {};
-  }
+  if (word == 0 || is_done(task)) return {};
+  if (task.row.meeting(round_of(task), task.operation->hash) == Row::Meeting::kAgree) return {};
   return {static_cast<Errc>(word >> 32), static_cast<std::uint32_t>(word)};
 }
 

@@ -5,8 +5,10 @@
 // Every word carries a round, so nothing is ever reset: memory starts as zeros, rounds start at 1, and a word that holds
 // an older round simply does not speak of this one.
 //
-// A round completes at a rank only after every rank has arrived in it and every slice is done. Therefore no rank is ever
-// more than one round ahead of another, and an entry whose round is larger than mine says that mine is over.
+// A round is done at a rank only after every rank has arrived in it and every slice is done. Therefore an entry whose round
+// is larger than mine says that mine is over: done, or failed (ranks that disagree about the number of partitions may even
+// never have met in this row). The round word is written before and after the other fields of an entry, as in a seqlock, so
+// that nobody takes a signature of the next round for one of this.
 //
 // Two patterns need sequential consistency, both of the kind "I write mine, then read yours":
 //   arrival   each rank stores its round, then reads all others: at least one of two that arrive at once must see both;
@@ -45,38 +47,45 @@ constexpr std::uint32_t unpack_member(std::uint64_t packed) noexcept {
 
 bool Row::arrive(std::uint32_t local_rank, const Arrival& arrival) const noexcept {
   RowEntry& mine = entries_[local_rank];
-  // `hash` first and with release: a rank that still looks at my previous round and meets the new hash must also see that
-  // the previous round is over (agrees() relies on it).
-  mine.hash.store(arrival.hash, std::memory_order_release);
+  mine.round.store(2 * arrival.round - 1, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);  // who sees a field of this round sees that the last one is over
+  mine.hash.store(arrival.hash, std::memory_order_relaxed);
   mine.input.store(arrival.input.bits(), std::memory_order_relaxed);
   mine.output.store(arrival.output.bits(), std::memory_order_relaxed);
   mine.caller.store(arrival.caller, std::memory_order_relaxed);
   if (arrival.staged) mine.staged.store(arrival.round, std::memory_order_relaxed);
   if (arrival.copied) mine.copied.store(arrival.round, std::memory_order_relaxed);
-  mine.round.store(arrival.round, std::memory_order_release);
+  mine.round.store(2 * arrival.round, std::memory_order_release);
   std::atomic_thread_fence(std::memory_order_seq_cst);  // see "arrival" above
   return all_arrived(arrival.round);
 }
 
+bool Row::has_arrived(std::uint32_t local_rank, std::uint64_t round) const noexcept {
+  return entries_[local_rank].round.load(std::memory_order_acquire) >= 2 * round;
+}
+
 bool Row::all_arrived(std::uint64_t round) const noexcept {
   for (std::uint32_t rank = 0; rank < ranks_; ++rank) {
-    if (entries_[rank].round.load(std::memory_order_acquire) < round) return false;
+    if (!has_arrived(rank, round)) return false;
   }
   return true;
+}
+
+Row::Meeting Row::meeting(std::uint64_t round, std::uint64_t hash) const noexcept {
+  if (!all_arrived(round)) return Meeting::kMissing;
+  bool agree = true;
+  for (std::uint32_t rank = 0; rank < ranks_; ++rank) {
+    const std::uint64_t said = entries_[rank].hash.load(std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (entries_[rank].round.load(std::memory_order_relaxed) != 2 * round) return Meeting::kOver;
+    agree = agree && said == hash;
+  }
+  return agree ? Meeting::kAgree : Meeting::kDisagree;
 }
 
 bool Row::all_staged(std::uint64_t round) const noexcept {
   for (std::uint32_t rank = 0; rank < ranks_; ++rank) {
     if (entries_[rank].staged.load(std::memory_order_acquire) < round) return false;
-  }
-  return true;
-}
-
-bool Row::agrees(std::uint64_t round, std::uint64_t hash, std::uint32_t slice_count) const noexcept {
-  for (std::uint32_t rank = 0; rank < ranks_; ++rank) {
-    if (entries_[rank].hash.load(std::memory_order_acquire) == hash) continue;
-    // Either they disagree, or that rank is already writing its next round.
-    return all_done(round, slice_count) || head_->exchanged.load(std::memory_order_acquire) >= round;
   }
   return true;
 }

@@ -72,7 +72,7 @@ enum class Cause : std::uint8_t {
 
 // What one rank says of one partition. Written by that rank only.
 struct alignas(64) RowEntry {
-  std::atomic<std::uint64_t> round;   // stored last: arrival in that round
+  std::atomic<std::uint64_t> round;   // 2r: has arrived in round r, and the fields below speak of it; 2r − 1: is arriving
   std::atomic<std::uint64_t> hash;    // of the signature
   std::atomic<std::uint64_t> input;   // Place
   std::atomic<std::uint64_t> output;  // Place
@@ -119,9 +119,16 @@ class Row {
   [[nodiscard]] bool arrive(std::uint32_t local_rank, const Arrival& arrival) const noexcept;
 
   [[nodiscard]] bool all_arrived(std::uint64_t round) const noexcept;
+  [[nodiscard]] bool has_arrived(std::uint32_t local_rank, std::uint64_t round) const noexcept;
   [[nodiscard]] bool all_staged(std::uint64_t round) const noexcept;
-  // All have arrived: do the signatures agree? Also true when the round is over, since then they did, or `failure` says it.
-  [[nodiscard]] bool agrees(std::uint64_t round, std::uint64_t hash, std::uint32_t slice_count) const noexcept;
+
+  enum class Meeting {
+    kMissing,   // somebody has not arrived
+    kAgree,     // all are in this round, with this signature; the round can now only be carried out
+    kDisagree,  // all are in this round, with different ones
+    kOver,      // somebody is through with this round: it is done, or it has failed
+  };
+  [[nodiscard]] Meeting meeting(std::uint64_t round, std::uint64_t hash) const noexcept;
 
   // Take a slice that nobody has taken in this round, preferring `preferred`; −1 if there is none left.
   [[nodiscard]] int claim(std::uint64_t round, std::uint32_t preferred, std::uint32_t slice_count) const noexcept;
