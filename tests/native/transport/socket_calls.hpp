@@ -4,6 +4,7 @@
 #pragma once
 
 #include <dlfcn.h>
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -16,7 +17,7 @@
 namespace commlib::test {
 
 struct SocketCalls {
-  std::atomic<std::uint64_t> sends{0}, receives{0}, waits{0}, writes{0};
+  std::atomic<std::uint64_t> sends{0}, receives{0}, waits{0}, polls{0}, writes{0};
   std::atomic<int> error{0};  // sends and receives meet this error …
   std::atomic<int> times{0};  // … so often
 
@@ -34,7 +35,7 @@ struct SocketCalls {
     times = how_often;
   }
 
-  void clear() noexcept { sends = receives = waits = writes = 0; }
+  void clear() noexcept { sends = receives = waits = polls = writes = 0; }
 };
 
 inline SocketCalls socket_calls;
@@ -70,6 +71,12 @@ int epoll_wait(int descriptor, epoll_event* events, int most, int timeout) {
   static const auto real = commlib::test::real_function<decltype(epoll_wait)>("epoll_wait");
   commlib::test::socket_calls.count(commlib::test::socket_calls.waits);
   return real(descriptor, events, most, timeout);
+}
+
+int poll(pollfd* descriptors, nfds_t count, int timeout) {
+  static const auto real = commlib::test::real_function<decltype(poll)>("poll");
+  commlib::test::socket_calls.count(commlib::test::socket_calls.polls);
+  return real(descriptors, count, timeout);
 }
 
 ssize_t write(int descriptor, const void* from, size_t bytes) {
