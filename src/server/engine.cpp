@@ -311,7 +311,7 @@ Errc ServerEngine::find_piece(PeerId from, const Frame& frame, SharePiece** piec
   if (state == nullptr) return malformed(from, frame, "unknown key");
   Share* share = state->find(frame.round);
   if (share == nullptr || share->phase != SharePhase::kCollecting) {
-    if (share == nullptr && frame.round <= state->failed_round) return Errc::kAgain;
+    if (share == nullptr && frame.round != 0 && frame.round <= state->failed_round) return Errc::kAgain;
     return malformed(from, frame, "not granted");
   }
   if (!contributes(share->terms, from) || share->hosts[from].announced != Announced::kReady) {
