@@ -118,10 +118,11 @@ void NetworkLoop::on_closed(PeerId peer, Errc code, int os_error) noexcept {
   closed_[peer] = true;
   egress_->discard(peer);
   const std::uint32_t member = options_.member_of_peer[peer];
-  if (code == Errc::kOk || finishing_.load(std::memory_order_acquire) != 0) {
+  if (finishing_.load(std::memory_order_acquire) != 0) {
+    // A peer closes because we leave: it owes us nothing, and what is in flight here ends with our own shutdown.
+  } else if (code == Errc::kOk) {
     engine_->on_peer_left(peer, member);
-    // A peer that closes because we leave owes us nothing; what is still in flight here ends with our own shutdown.
-    if (exchange_ != nullptr && finishing_.load(std::memory_order_relaxed) == 0) exchange_->on_peer_left(peer, member);
+    if (exchange_ != nullptr) exchange_->on_peer_left(peer, member);
   } else {
     const Cause cause = code == Errc::kInternal ? Cause::kMalformed : os_error == 0 ? Cause::kClosed
                         : os_error == ETIMEDOUT ? Cause::kSilent : Cause::kReset;

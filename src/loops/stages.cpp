@@ -200,8 +200,11 @@ void finish(LocalContext& context, PartTask& task, Failure failure) noexcept {
   if (task.staging != Arena::kNoSpace) context.arena.free(task.staging);
   context.staged_bytes.fetch_sub(task.staging_charge, std::memory_order_relaxed);
   if (task.admission_asked) context.admission->give_back(task.bytes() * context.local_size);
-  if (failure.code != Errc::kOk && failure.code != Errc::kPeerLost) {
-    // Its other parts have to look at themselves; each has its own holder.
+  if (failure.code != Errc::kOk && !context.table.aborted()) {
+    // Who arrives here later in this round must not take us for one who will carry it out.
+    task.row.fail(round_of(task), failure);
+    announce_to_others(context, task);
+    // The other parts of the operation have to look at themselves; each has its own holder.
     Operation& operation = *task.operation;
     operation.note_failure(failure);
     for (std::uint32_t part = 0; part < operation.part_count; ++part) {
