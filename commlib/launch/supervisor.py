@@ -104,7 +104,7 @@ def tie_to(parent: int) -> None:
 class _Child:
     member: Member
     popen: subprocess.Popen[bytes]
-    pidfd: int
+    pidfd: int | None  # some containers forbid it; then only SIGCHLD tells, and two that end at once have no order
 
 
 class _Supervisor:
@@ -187,9 +187,10 @@ class _Supervisor:
             for writing in pipes:
                 os.close(writing)
         self._tell_guard(str(popen.pid))
-        child = _Child(member, popen, os.pidfd_open(popen.pid))
-        self._children[popen.pid] = child
-        self._selector.register(child.pidfd, selectors.EVENT_READ, child)
+        child = self._children[popen.pid] = _Child(member, popen, None)
+        with contextlib.suppress(OSError):
+            child.pidfd = os.pidfd_open(popen.pid)
+            self._selector.register(child.pidfd, selectors.EVENT_READ, child)
 
     # Watching.
 
@@ -247,8 +248,9 @@ class _Supervisor:
     def _ended(self, child: _Child) -> None:
         if self._children.pop(child.popen.pid, None) is None:
             return
-        self._selector.unregister(child.pidfd)
-        os.close(child.pidfd)
+        if child.pidfd is not None:
+            self._selector.unregister(child.pidfd)
+            os.close(child.pidfd)
         status = _exit_status(child.popen.wait())
         self._returncodes.append((child.member.name, child.popen.returncode))
         # A server that has to be stopped because the workers have ended is not a failure of the job.

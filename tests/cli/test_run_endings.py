@@ -7,12 +7,14 @@ import os
 import select
 import signal
 import subprocess
+import sys
+import textwrap
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.cli.command import fifo, python, run, started
+from tests.cli.command import environment, fifo, python, run, started
 
 # Starts something in the same process group and something in a session of its own, says so, and waits for ever.
 FAMILY = """
@@ -201,3 +203,18 @@ def test_a_command_that_does_not_exist() -> None:
 def test_a_command_that_cannot_be_executed(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("x")
     assert run("run", "-n", "2", "--", str(tmp_path / "data")).returncode == 126
+
+
+@pytest.mark.parametrize("script", ["exit 0", "exit 3", "kill -9 $$"])
+def test_containers_without_pidfd(script: str) -> None:
+    launcher = """
+        import os, sys
+        def forbidden(pid, flags=0):
+            raise PermissionError(1, "Operation not permitted")
+        os.pidfd_open = forbidden
+        from commlib.cli import main
+        main(["run", "-n", "2", "--", "sh", "-c", sys.argv[1]])
+    """
+    argv = [sys.executable, "-c", textwrap.dedent(launcher), script]
+    done = subprocess.run(argv, env=environment(), capture_output=True, timeout=30, check=False)
+    assert done.returncode == {"exit 0": 0, "exit 3": 3, "kill -9 $$": 137}[script], done.stderr
