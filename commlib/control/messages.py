@@ -174,11 +174,14 @@ class Here(Struct, frozen=True, tag=True):
 
 
 class Missing(Struct, frozen=True, tag=True):
-    """Whom the job waits for, now. `ranks` is in words, as ``1, 3-5``, and empty when no worker is missing."""
+    """Whom the job waits for, now.
 
-    ranks: Text
+    Ranks are in words, as ``1, 3-5``; `gone` are those that were here and have left again. Empty: none.
+    """
+
+    ranks: str
+    gone: str
     servers: Count
-    present: Count
 
 
 class Welcome(Struct, frozen=True, tag=True, kw_only=True):

@@ -56,6 +56,7 @@ class Roster:
     def __init__(self, job: str) -> None:
         self._job = job
         self._peers: dict[bytes, Peer] = {}
+        self._gone: set[int] = set()  # ranks
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(list(self._peers.values()))
@@ -77,7 +78,10 @@ class Roster:
 
     def remove(self, identity: bytes) -> Peer | None:
         """Forget a member."""
-        return self._peers.pop(identity, None)
+        peer = self._peers.pop(identity, None)
+        if peer is not None and peer.rank is not None:
+            self._gone.add(peer.rank)
+        return peer
 
     @property
     def workers(self) -> list[Peer]:
@@ -109,16 +113,16 @@ class Roster:
 
     def missing(self) -> Missing:
         """Whom the job waits for."""
-        size, workers = self._size(), self.workers
-        present = {worker.hello.rank for worker in workers}
-        absent = count_ranks(set(range(size)) - present) if size is not None else "all"
+        size = self._size()
+        if size is None:
+            return Missing("all", "", 0)
+        absent = set(range(size)) - {worker.hello.rank for worker in self.workers}
         servers = max(0, (self._num_servers() or 0) - len(self.servers))
-        return Missing(absent, servers, len(self))
+        return Missing(count_ranks(absent - self._gone), count_ranks(absent & self._gone), servers)
 
     def is_complete(self) -> bool:
         """All are here."""
-        missing = self.missing()
-        return not missing.ranks and not missing.servers
+        return self.missing() == Missing("", "", 0)
 
     def welcome(self, unnamed: dict[str, UnnamedKeys]) -> dict[bytes, Welcome]:
         """What to say to each when all are here. Gives local roots and servers their PeerIds."""
@@ -205,7 +209,7 @@ class Roster:
             sizes = {peer.hello.rank: peer.hello.local_size for peer in peers.values()}
             if len(set(sizes.values())) > 1:
                 return f"the ranks on the host labelled {label!r} disagree about how many they are: {_spread(sizes)}"
-        if self.missing().ranks:
+        if len(self.workers) != self._size():
             return None
         for label, peers in nodes.items():
             expected = next(iter(peers.values())).hello.local_size

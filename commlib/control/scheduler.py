@@ -71,7 +71,8 @@ class Scheduler:
         self._hosts: dict[int, str] = {}  # by rank
         self._identities: dict[int, bytes] = {}  # by rank
         self._refusal: m.Refused | None = None
-        self._refused: set[str] = set()  # instances
+        self._refused: set[str] = set()  # instances that have heard it
+        self._expected = 0  # how many will come to hear it
         self._lost: m.Lost | None = None
         self._end: float | None = time.monotonic() + options.connect_timeout_s  # at the latest; None: open
         self._is_over = False  # servers have been told
@@ -186,6 +187,7 @@ class Scheduler:
         if self._refusal is not None:
             self._refused.add(hello.instance)
             self._send(identity, self._refusal)
+            self._stop_when_all_are_refused()
             return
         if self._phase is not _Phase.GATHERING:
             self._refuse_latecomer(identity, hello)
@@ -224,7 +226,12 @@ class Scheduler:
         self._phase = _Phase.REFUSED
         self._refusal = m.Refused(reason, code)
         self._refused |= {peer.hello.instance for peer in self._roster}
+        self._expected = max(peer.hello.size + peer.hello.num_servers for peer in self._roster)
         self._send_to_all(self._refusal)
+
+    def _stop_when_all_are_refused(self) -> None:
+        if not len(self._roster) and len(self._refused) >= self._expected:
+            self._stopping = True
 
     def _welcome(self) -> None:
         workers = self._roster.workers
@@ -299,9 +306,7 @@ class Scheduler:
         if self._phase is _Phase.GATHERING:
             log.info("%s has gone away again", peer)
         elif self._phase is _Phase.REFUSED:
-            # Later comers are told too, until all that were expected have been.
-            if not len(self._roster) and len(self._refused) >= peer.hello.size + peer.hello.num_servers:
-                self._stopping = True
+            self._stop_when_all_are_refused()
         else:
             if not peer.left:
                 self._announce(m.Lost(peer.rank, peer.hello.host, "its connection to the scheduler has ended"))
@@ -363,6 +368,8 @@ def describe_missing(missing: m.Missing) -> str:
     parts = []
     if missing.ranks:
         parts.append("all workers" if missing.ranks == "all" else f"rank {missing.ranks}")
+    if missing.gone:
+        parts.append(f"rank {missing.gone} (which was here and has left again)")
     if missing.servers:
         parts.append(f"{missing.servers} dedicated server{'s' if missing.servers > 1 else ''}")
-    return " and ".join(parts) or "nobody"
+    return " and ".join(parts)

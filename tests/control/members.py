@@ -35,7 +35,7 @@ class Member:
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("COMMLIB_", "MASTER_"))}
         command = [sys.executable, str(SCRIPT)]
         self.process = subprocess.Popen(
-            command, env=clean | environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            command, env={**clean, **environ}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         self._unread = b""
 

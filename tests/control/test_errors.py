@@ -13,7 +13,7 @@ from commlib.errors import Code, CommlibError, MismatchError, PeerLostError, fro
 
 ERRC = Path(__file__).resolve().parent.parent.parent / "src" / "base" / "errc.hpp"
 
-BUILTINS = {
+BUILTINS: dict[type[CommlibError], type[Exception]] = {
     errors.MismatchError: ValueError,
     errors.DuplicateNameError: ValueError,
     errors.PeerLostError: ConnectionError,
