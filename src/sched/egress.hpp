@@ -2,7 +2,7 @@
 // The scheduled queue: everything that leaves this process, by peer. Transports take from it at the last moment, so a
 // late frame of high priority overtakes all that is not yet on the wire.
 //
-// Steering frames (READY, GRANT, FAIL, ABORT, BEAT, BYE) leave first, in order. Data frames (PUSH, EAGER, RESULT) leave
+// Steering frames (READY, GRANT, FAIL, ABORT, …) leave first, in order. Data frames (PUSH, EAGER, RESULT) leave
 // by priority, the highest first, in order among equals. The own node is a peer like any other: what is queued for it
 // is taken by whoever hands frames to the host side of this process.
 //

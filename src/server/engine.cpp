@@ -397,7 +397,7 @@ void ServerEngine::let_go(SharePiece& piece) {
     if (!peers_[root].closed) egress_.push(root, {done, nullptr, nullptr}, share.priority);
   }
   if (share.open_pieces != 0 || share.unsent != 0) return;
-  if (share.fail_contributor_late && !over_) send_failure(root, share.terms, share.fail_code, share.fail_member);
+  if (share.fail_contributor_late) send_failure(root, share.terms, share.fail_code, share.fail_member);
   retire(share);
 }
 
@@ -444,6 +444,7 @@ void ServerEngine::end_job() noexcept {
   over_ = true;
   for (std::size_t i = shares_.size(); i-- > 0;) {
     Share& share = shares_.at(i);
+    if (share.phase == SharePhase::kDraining) continue;  // complete: whoever is still there gets its answer
     stop(share);
     if (share.unsent == 0) retire(share);
   }

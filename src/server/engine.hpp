@@ -83,8 +83,8 @@ class ServerEngine {
   void on_peer_left(PeerId peer, std::uint32_t member) noexcept;
 
   // Nothing more is received from or sent to `peer`: payload addresses given for it and frames queued for it are void.
-  // Unless it has left before, the job is over: from now on every frame is swallowed, nothing is sent, and memory is
-  // given back as soon as no frame in flight needs it.
+  // Unless it has left before, the job is over: what is complete is still answered, every other frame is swallowed, and
+  // memory is given back as soon as no frame in flight needs it.
   void on_peer_closed(PeerId peer) noexcept;
 
   [[nodiscard]] EngineCounters counters() const noexcept;

@@ -257,7 +257,7 @@ class Job {
     programs.resize(hosts);
   }
 
-  // One random thing that can happen; false if nothing can.
+  // One random thing that can happen; false if nothing can happen any more.
   bool step() {
     for (int attempt = 0; attempt < 200; ++attempt) {
       const auto id = static_cast<PeerId>(random() % nodes_.size());
@@ -275,6 +275,27 @@ class Job {
 
   void run() {
     while (step()) {
+    }
+  }
+
+  // `gone` leaves in order. It has nothing in flight; the others may. Its engine serves on.
+  void leave_in_order(PeerId gone, std::uint32_t member) {
+    programs[gone].clear();
+    for (Node& node : nodes_) node.engine->on_peer_left(gone, member);
+  }
+
+  // `gone` is no longer connected. If it has not left before, the job is over and hosts do nothing more.
+  void disconnect(PeerId gone, bool is_over) {
+    is_over_ = is_over;
+    nodes_[gone].is_gone = true;
+    for (PeerId id = 0; id < nodes_.size(); ++id) {
+      if (id == gone) continue;
+      nodes_[id].engine->on_peer_closed(gone);
+      nodes_[id].egress->discard(gone);
+      for (auto& wires : nodes_[id].to[gone]) wires.clear();
+    }
+    for (auto& streams : nodes_[gone].to) {
+      for (auto& wires : streams) wires.clear();
     }
   }
 
@@ -301,11 +322,13 @@ class Job {
     std::unique_ptr<Host> host;
     std::vector<std::vector<std::deque<Wire>>> to;  // by peer, by stream
     std::uint64_t slowness = 1;
+    bool is_gone = false;
   };
 
   bool try_step(PeerId id, std::uint64_t kind, std::uint64_t pick) {
     const auto peer = static_cast<PeerId>(pick % nodes_.size());
     const std::size_t stream = pick / nodes_.size() % options_.streams;
+    if (nodes_[id].is_gone || nodes_[peer].is_gone) return false;
     switch (kind) {
       case 0: return submit(id, pick);
       case 1: return peer == id ? deliver_at_home(id) : take(id, peer, stream);
@@ -317,7 +340,7 @@ class Job {
 
   // One of the first few of the program whose key is free.
   bool submit(PeerId id, std::uint64_t pick) {
-    if (id >= hosts) return false;
+    if (id >= hosts || is_over_) return false;
     auto& program = programs[id];
     Host& host = *nodes_[id].host;
     std::vector<std::uint64_t> passed;
@@ -343,12 +366,12 @@ class Job {
       node.egress->sent(id, out);
       return true;
     }
-    if (out.frame.payload_bytes != 0) {
+    if (out.frame.payload_bytes != 0 && !is_over_) {
       std::byte* into = nullptr;
       REQUIRE(node.host->on_header(id, out.frame, &into) == Errc::kOk);
       std::memcpy(into, out.payload, out.frame.payload_bytes);
     }
-    node.host->on_frame(id, out.frame);
+    if (!is_over_) node.host->on_frame(id, out.frame);
     node.egress->sent(id, out);
     node.engine->on_sent(id, out);
     return true;
@@ -371,7 +394,7 @@ class Job {
     wire.has_left = true;
     nodes_[id].egress->sent(peer, wire.out);
     if (commlib::is_for_owner(wire.out.frame.kind)) {
-      nodes_[id].host->on_sent(wire.out);
+      if (!is_over_) nodes_[id].host->on_sent(wire.out);
     } else {
       nodes_[id].engine->on_sent(peer, wire.out);
     }
@@ -384,10 +407,12 @@ class Job {
     if (wires.empty() || wires.front().has_header || wires.front().out.frame.payload_bytes == 0) return false;
     Wire& wire = wires.front();
     const Frame& frame = wire.out.frame;
-    const Errc result = commlib::is_for_owner(frame.kind) ? nodes_[id].engine->on_header(peer, frame, &wire.into)
-                                                          : nodes_[id].host->on_header(peer, frame, &wire.into);
-    REQUIRE(result == Errc::kOk);
     wire.has_header = true;
+    if (commlib::is_for_owner(frame.kind)) {
+      REQUIRE(nodes_[id].engine->on_header(peer, frame, &wire.into) == Errc::kOk);
+    } else if (!is_over_) {
+      REQUIRE(nodes_[id].host->on_header(peer, frame, &wire.into) == Errc::kOk);
+    }
     return true;
   }
 
@@ -400,7 +425,7 @@ class Job {
     if (wire.into != nullptr) std::memcpy(wire.into, wire.payload.data(), wire.payload.size());
     if (commlib::is_for_owner(wire.out.frame.kind)) {
       REQUIRE(nodes_[id].engine->on_frame(peer, wire.out.frame) == Errc::kOk);
-    } else {
+    } else if (!is_over_) {
       nodes_[id].host->on_frame(peer, wire.out.frame);
     }
     return true;
@@ -408,6 +433,7 @@ class Job {
 
   JobOptions options_;
   std::vector<Node> nodes_;
+  bool is_over_ = false;
 };
 
 }  // namespace job

@@ -22,6 +22,12 @@ namespace {
 
 constexpr std::uint64_t kGranule = 65536;
 
+// How many orders of events each test tries; -DCOMMLIB_TEST_SEEDS=… for more.
+#ifndef COMMLIB_TEST_SEEDS
+#define COMMLIB_TEST_SEEDS 500
+#endif
+constexpr std::uint64_t kSeeds = COMMLIB_TEST_SEEDS;
+
 struct Planned {
   Frame terms;
   std::vector<long double> truth;  // of a reduction
@@ -155,7 +161,7 @@ void check_all(Job& job, const std::vector<Planned>& plans) {
 }  // namespace
 
 TEST_CASE("engine: jobs in random order end with the right results and with nothing left over") {
-  for (std::uint64_t seed = 0; seed < 1500; ++seed) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
     CAPTURE(seed);
     std::mt19937_64 random(seed);
     const JobOptions options = random_options(random);
@@ -179,7 +185,7 @@ TEST_CASE("engine: jobs in random order end with the right results and with noth
 }
 
 TEST_CASE("engine: rounds in which hosts disagree fail everywhere, and the next ones are as good as ever") {
-  for (std::uint64_t seed = 0; seed < 1500; ++seed) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
     CAPTURE(seed);
     std::mt19937_64 random(seed * 31 + 1);
     const JobOptions options = random_options(random);
@@ -200,6 +206,74 @@ TEST_CASE("engine: rounds in which hosts disagree fail everywhere, and the next 
       REQUIRE(job.engine(node).live_shares() <= keys);
       REQUIRE(job.engine(node).slot_bytes() == 0);
       REQUIRE(job.engine(node).reserved_bytes() == 0);
+    }
+  }
+}
+
+TEST_CASE("engine: whenever a host is lost, everybody's memory is free in the end") {
+  for (std::uint64_t seed = 0; seed < kSeeds / 2; ++seed) {
+    CAPTURE(seed);
+    std::mt19937_64 random(seed * 7 + 3);
+    const JobOptions options = random_options(random);
+    Job job(options, seed);
+    for (std::uint64_t key = 1; key <= 4; ++key) {
+      const std::uint64_t start = random() % 4096 * 64;
+      for (std::uint64_t round = 1; round <= 2; ++round) {
+        (void)plan(job, options, random_terms(key << 16, round, start, job.hosts, random));
+      }
+    }
+    for (std::uint64_t steps = random() % 2000; steps > 0 && job.step(); --steps) {
+    }
+    const auto lost = static_cast<PeerId>(random() % job.nodes());
+    job.disconnect(lost, true);
+    job.run();
+    for (PeerId node = 0; node < job.nodes(); ++node) {
+      if (node == lost) continue;
+      CAPTURE(node);
+      REQUIRE(job.engine(node).live_shares() == 0);
+      REQUIRE(job.engine(node).slot_bytes() == 0);
+      REQUIRE(job.engine(node).reserved_bytes() == 0);
+    }
+  }
+}
+
+TEST_CASE("engine: when a host leaves in order, what it has not announced fails at all others, and the rest succeeds") {
+  for (std::uint64_t seed = 0; seed < kSeeds / 2; ++seed) {
+    CAPTURE(seed);
+    std::mt19937_64 random(seed * 13 + 5);
+    const JobOptions options = random_options(random);
+    Job job(options, seed);
+    std::vector<Planned> plans;
+    for (std::uint64_t key = 1; key <= 3; ++key) {
+      const std::uint64_t start = random() % 4096 * 64;
+      for (std::uint64_t round = 1; round <= 3; ++round) {
+        plans.push_back(plan(job, options, random_terms(key << 16, round, start, job.hosts, random)));
+      }
+    }
+    const auto leaver = static_cast<PeerId>(random() % job.hosts);
+    const std::size_t keeps = random() % (plans.size() + 1);
+    job.programs[leaver].resize(keeps);
+    while (job.step() && (!job.programs[leaver].empty() || job.host(leaver).busy() != 0)) {
+    }
+    REQUIRE(job.host(leaver).outcomes.size() == keeps);
+    job.leave_in_order(leaver, 77);
+    job.run();
+    for (PeerId host = 0; host < job.hosts; ++host) {
+      REQUIRE(job.host(host).busy() == 0);
+      REQUIRE(job.programs[host].empty());
+      for (std::size_t i = 0; i < (host == leaver ? keeps : plans.size()); ++i) {
+        const job::Outcome& outcome = job.host(host).outcomes.at({plans[i].terms.key, plans[i].terms.round});
+        if (i < keeps) {
+          check_outcome(outcome, plans[i], host);
+        } else {
+          REQUIRE(outcome.code == Errc::kPeerLost);
+          REQUIRE(outcome.member == 77);
+        }
+      }
+    }
+    for (PeerId node = 0; node < job.nodes(); ++node) {
+      REQUIRE(job.engine(node).live_shares() == 0);
+      REQUIRE(job.engine(node).slot_bytes() == 0);
     }
   }
 }

@@ -541,6 +541,21 @@ TEST_CASE("engine: when a host is lost the job is over, and memory is free as so
   CHECK(to_two.size() == 1);
 }
 
+TEST_CASE("engine: what is complete when the job ends is answered to those who are still there") {
+  Desk desk(options_of(4));
+  for (PeerId host = 1; host < 4; ++host) {
+    REQUIRE(desk.send(host, broadcast_from(1, host == 1 ? eager(1, 1, 100) : ready(1, 1, 100)), 1) == Errc::kOk);
+  }
+  REQUIRE(desk.send_local(broadcast_from(1, ready(1, 1, 100))) == Errc::kOk);
+  CHECK(desk.flush(0) == "GR");
+  CHECK(desk.flush(2) == "GR");
+  desk.engine.on_peer_closed(2);
+  CHECK(desk.engine.live_shares() == 1);
+  CHECK(desk.flush(3) == "GR");
+  CHECK(desk.flush(1) == "R");
+  CHECK(desk.is_clean());
+}
+
 TEST_CASE("engine: losing a server ends the job, its leaving does not") {
   commlib::EngineOptions options = options_of(2);
   options.servers = 1;
