@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import logging
 import os
@@ -169,7 +170,7 @@ class ControlClient(Control):
         """Raise if the job has failed, or nothing can be asked any more."""
         error = self._failure or self._gone
         if error is not None:
-            raise error
+            raise copy.copy(error)
 
     def exchange_endpoints(self, address: str, deadline: float) -> tuple[str, ...]:
         """Say where this local root or server listens; returns where all of them do, by PeerId."""
@@ -212,7 +213,7 @@ class ControlClient(Control):
         self._check_process()
         with self._lock:
             if self._gone is not None:
-                raise self._gone
+                raise copy.copy(self._gone)  # its own, as each raise writes a traceback into it
             yield
 
     def _say(self, message: m.FromMember) -> None:
@@ -319,7 +320,8 @@ class ControlClient(Control):
 
     def _fail_all(self, error: CommlibError) -> None:
         with self._lock:
-            self._gone = self._gone or error
+            if self._gone is None or self._closing:
+                self._gone = error
             waiting: list[Future[Any]] = [*self._declared.values(), *itertools.chain(*self._verdicts.values())]
             self._declared.clear()
             self._verdicts.clear()
@@ -344,7 +346,7 @@ def _settle(future: Future[T], value: T) -> None:
 
 def _break(future: Future[Any], error: CommlibError) -> None:
     if not future.done():
-        future.set_exception(error)
+        future.set_exception(copy.copy(error))
 
 
 _clients: weakref.WeakSet[ControlClient] = weakref.WeakSet()

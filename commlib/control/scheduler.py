@@ -323,7 +323,7 @@ class Scheduler:
         self._tell_servers()
         if self._end is None:
             self._end = time.monotonic() + SERVERS_LEAVE_S
-        if not len(self._roster):
+        if all(other.left for other in self._roster):
             self._stopping = True
 
     def _tell_servers(self) -> None:

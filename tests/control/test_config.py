@@ -100,7 +100,7 @@ def test_the_defaults_are_those_of_the_manual() -> None:
     assert config.local_route == "auto"
     limits = (config.stall_warning_s, config.operation_timeout_s, config.connect_timeout_s, config.peer_timeout_s)
     assert limits == (60, 1800, 120, 30)
-    assert config.asynchronous is False
+    assert not config.asynchronous
     assert config.log_level == logging.WARNING
     assert config == Config(server_threads=config.server_threads)
 
@@ -112,10 +112,10 @@ def test_the_default_job_is_the_same_for_siblings_and_another_for_other_parents(
 
 def test_it_is_frozen_and_shows_no_secret() -> None:
     config = read({"COMMLIB_SECRET": "hush hush"})
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(config, "rank", 1)  # noqa: B010 - mypy sees what comes next as unreachable otherwise
     assert config.secret == "hush hush"
     assert "hush" not in repr(config)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.rank = 1  # type: ignore[misc, unused-ignore]
 
 
 # --- Launchers
