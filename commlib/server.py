@@ -33,22 +33,29 @@ def serve(config: Config) -> None:
         over.set()
 
     def on_lost(rank: int | None, host: str, cause: str) -> None:
-        server.abort(NOBODY if rank is None else rank, CAUSE_TOLD)
+        if server is not None:
+            server.abort(NOBODY if rank is None else rank, CAUSE_TOLD)
         on_over(True)
 
-    server = _core.Server(wiring, config.log_level)
+    # A job on one host sums in shared memory: there is nothing to serve, only a member to be.
+    server = _core.Server(wiring, config.log_level) if wiring.num_nodes > 1 else None
     try:
         wiring.client.attach(Hooks(on_over=on_over, on_lost=on_lost, on_scheduler_lost=lambda: on_over(True)))
         over.wait()
-        server.stop(STOP_TIMEOUT_S)
-        received, sent = server.owner_bytes()
-        log.info("served: received %d bytes of pushes, sent %d bytes of results", received, sent)
-        aborted = server.aborted()
+        aborted = None
+        if server is not None:
+            server.stop(STOP_TIMEOUT_S)
+            received, sent = server.owner_bytes()
+            log.info("served: received %d bytes of pushes, sent %d bytes of results", received, sent)
+            aborted = server.aborted()
         if failed or aborted is not None:
             member, cause = aborted or (NOBODY, 0)
             raise PeerLostError(f"the job has failed: member {member} {CAUSES[cause]}")
     finally:
-        for level, text in server.take_log():
+        for level, text in server.take_log() if server is not None else []:
             log.log(level, "%s", text)
         wiring.client.bye()
-        wiring.client.close()
+        if server is None:
+            wiring.close()
+        else:
+            wiring.client.close()
