@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# cython: language_level=3
+# cython: language_level=3, boundscheck=False, wraparound=False
 """A histogram over the values of all ranks, counted and summed in memory that Python never sees."""
 
 cimport commlib

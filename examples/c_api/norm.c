@@ -4,6 +4,7 @@
 #include <Python.h>
 #include <commlib.h>
 #include <math.h>
+#include <string.h>
 
 static PyObject* norm(PyObject* module, PyObject* argument) {
   (void)module;
