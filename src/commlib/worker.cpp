@@ -377,9 +377,8 @@ void Worker::State::hand_over(Operation& operation) noexcept {
     PartTask& task = operation.parts[index];
     if (task.finished) continue;
     const RowIndex row = task.row_index;
-    task.row.entry(options.local_rank).caller.store(0, std::memory_order_relaxed);
     // See ReadyTable::announce: who has not seen the 0 changed the row before the loop looks at it.
-    std::atomic_thread_fence(std::memory_order_seq_cst);
+    (void)task.row.entry(options.local_rank).caller.exchange(0, std::memory_order_acq_rel);
     task.holder.store(Holder::kLoop, std::memory_order_release);
     table.post(row, options.local_rank);
   }

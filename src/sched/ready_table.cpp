@@ -13,8 +13,8 @@
 // Two patterns need sequential consistency, both of the kind "I write mine, then read yours":
 //   arrival   each rank stores its round, then reads all others: at least one of two that arrive at once must see both;
 //   slices    each finisher stores done, then reads all others: at least one must see all of them.
-// A fence between the store and the loads gives exactly that. Everything else is release on the word that publishes and
-// acquire on the word that looks.
+// The stores and the loads of these are sequentially consistent (fences would do as well, but ThreadSanitizer does not know
+// them). Everything else is release on the word that publishes and acquire on the word that looks.
 #include "sched/ready_table.hpp"
 
 #include <new>
@@ -48,20 +48,18 @@ constexpr std::uint32_t unpack_member(std::uint64_t packed) noexcept {
 bool Row::arrive(std::uint32_t local_rank, const Arrival& arrival) const noexcept {
   RowEntry& mine = entries_[local_rank];
   mine.round.store(2 * arrival.round - 1, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_release);  // who sees a field of this round sees that the last one is over
-  mine.hash.store(arrival.hash, std::memory_order_relaxed);
+  mine.hash.store(arrival.hash, std::memory_order_release);  // who sees it sees that the last round is over
   mine.input.store(arrival.input.bits(), std::memory_order_relaxed);
   mine.output.store(arrival.output.bits(), std::memory_order_relaxed);
   mine.caller.store(arrival.caller, std::memory_order_relaxed);
   if (arrival.staged) mine.staged.store(arrival.round, std::memory_order_relaxed);
   if (arrival.copied) mine.copied.store(arrival.round, std::memory_order_relaxed);
-  mine.round.store(2 * arrival.round, std::memory_order_release);
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // see "arrival" above
+  mine.round.store(2 * arrival.round, std::memory_order_seq_cst);  // see "arrival" above
   return all_arrived(arrival.round);
 }
 
 bool Row::has_arrived(std::uint32_t local_rank, std::uint64_t round) const noexcept {
-  return entries_[local_rank].round.load(std::memory_order_acquire) >= 2 * round;
+  return entries_[local_rank].round.load(std::memory_order_seq_cst) >= 2 * round;
 }
 
 bool Row::all_arrived(std::uint64_t round) const noexcept {
@@ -75,9 +73,8 @@ Row::Meeting Row::meeting(std::uint64_t round, std::uint64_t hash) const noexcep
   if (!all_arrived(round)) return Meeting::kMissing;
   bool agree = true;
   for (std::uint32_t rank = 0; rank < ranks_; ++rank) {
-    const std::uint64_t said = entries_[rank].hash.load(std::memory_order_relaxed);
-    std::atomic_thread_fence(std::memory_order_acquire);
-    if (entries_[rank].round.load(std::memory_order_relaxed) != 2 * round) return Meeting::kOver;
+    const std::uint64_t said = entries_[rank].hash.load(std::memory_order_acquire);
+    if (entries_[rank].round.load(std::memory_order_acquire) != 2 * round) return Meeting::kOver;
     agree = agree && said == hash;
   }
   return agree ? Meeting::kAgree : Meeting::kDisagree;
@@ -85,7 +82,7 @@ Row::Meeting Row::meeting(std::uint64_t round, std::uint64_t hash) const noexcep
 
 bool Row::all_staged(std::uint64_t round) const noexcept {
   for (std::uint32_t rank = 0; rank < ranks_; ++rank) {
-    if (entries_[rank].staged.load(std::memory_order_acquire) < round) return false;
+    if (entries_[rank].staged.load(std::memory_order_seq_cst) < round) return false;
   }
   return true;
 }
@@ -106,14 +103,13 @@ int Row::claim(std::uint64_t round, std::uint32_t preferred, std::uint32_t slice
 
 bool Row::finish_slice(std::uint64_t round, std::uint32_t slice, std::uint32_t local_rank,
                        std::uint32_t slice_count) const noexcept {
-  slices_[slice].done.store(round << 8 | local_rank, std::memory_order_release);
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // see "slices" above
+  slices_[slice].done.store(round << 8 | local_rank, std::memory_order_seq_cst);  // see "slices" above
   return all_done(round, slice_count);
 }
 
 bool Row::all_done(std::uint64_t round, std::uint32_t slice_count) const noexcept {
   for (std::uint32_t slice = 0; slice < slice_count; ++slice) {
-    if (slices_[slice].done.load(std::memory_order_acquire) >> 8 < round) return false;
+    if (slices_[slice].done.load(std::memory_order_seq_cst) >> 8 < round) return false;
   }
   return true;
 }
@@ -123,20 +119,18 @@ std::uint32_t Row::executor(std::uint32_t slice) const noexcept {
 }
 
 bool Row::finish_copying(std::uint64_t round, std::uint32_t local_rank) const noexcept {
-  entries_[local_rank].copied.store(round, std::memory_order_release);
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // the same pattern as for slices
+  entries_[local_rank].copied.store(round, std::memory_order_seq_cst);  // the same pattern as for slices
   return all_copied(round);
 }
 
 bool Row::finish_staging(std::uint64_t round, std::uint32_t local_rank) const noexcept {
-  entries_[local_rank].staged.store(round, std::memory_order_release);
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // the same pattern as for slices
+  entries_[local_rank].staged.store(round, std::memory_order_seq_cst);  // the same pattern as for slices
   return all_staged(round);
 }
 
 bool Row::all_copied(std::uint64_t round) const noexcept {
   for (std::uint32_t rank = 0; rank < ranks_; ++rank) {
-    if (entries_[rank].copied.load(std::memory_order_acquire) < round) return false;
+    if (entries_[rank].copied.load(std::memory_order_seq_cst) < round) return false;
   }
   return true;
 }
@@ -180,10 +174,9 @@ Row ReadyTable::row(RowIndex index) const noexcept {
 }
 
 void ReadyTable::announce(RowIndex index, std::uint32_t to_local_rank) const noexcept {
-  // Whatever changed must be visible before the entry says how to tell: a caller that stops waiting clears `caller`, then
-  // looks at the row once more (see LocalLoop::adopt).
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  const std::uint32_t caller = row(index).entry(to_local_rank).caller.load(std::memory_order_relaxed);
+  // An update, though it changes nothing: a caller that stops waiting exchanges `caller` for 0 and looks at the row once
+  // more, and whichever of the two updates comes second sees what the first one's thread did before it.
+  const std::uint32_t caller = row(index).entry(to_local_rank).caller.fetch_add(0, std::memory_order_acq_rel);
   if (caller != 0 && caller <= kCallerSlots) {
     statuses_[to_local_rank].callers[caller - 1].ring();
   } else {
