@@ -3,10 +3,9 @@
 """The binding: checks arguments, drops the GIL, calls one thing of the core. What it does not know it asks `Session`."""
 
 cimport cython
-from cpython.bytes cimport PyBytes_FromStringAndSize
-from cpython.exc cimport PyErr_CheckSignals
+from cpython.exc cimport PyErr_CheckSignals, PyErr_SetInterrupt
 from cpython.object cimport PyObject
-from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libcpp cimport bool
@@ -15,6 +14,7 @@ from libcpp.vector cimport vector
 
 from commlib._native cimport *
 
+import threading
 import time
 
 from commlib import errors
@@ -745,3 +745,90 @@ cdef class Server:
 def table_bytes(local_size: int) -> int:
     """Size of the ready table of a host."""
     return CppWorker.table_bytes(local_size)
+
+
+# The C interface: commlib.h ----------------------------------------------------------------------------------------------
+
+cdef extern from "commlib/commlib.h" nogil:
+    ctypedef struct commlib_handle:
+        pass
+
+    ctypedef struct commlib_functions:
+        size_t bytes
+        int (*rank)() noexcept
+        int (*size)() noexcept
+        commlib_handle* (*push_pull)(const void*, void*, size_t, int, int, const char*, int) noexcept
+        int (*wait)(commlib_handle*, double) noexcept
+        int (*done)(commlib_handle*) noexcept
+        const char* (*last_error)() noexcept
+
+
+last_error = threading.local()  # .text: the bytes that commlib_last_error points to
+
+
+cdef int keep_error(object error) noexcept:
+    """Remember it for this thread; returns its code."""
+    last_error.text = f"{type(error).__name__}: {error}".encode()
+    return getattr(error, "code", <int>Errc.kInternal)
+
+
+cdef int c_rank() noexcept with gil:
+    from commlib import api
+    return api.rank() if api.is_initialized() else -1
+
+
+cdef int c_size() noexcept with gil:
+    from commlib import api
+    return api.size() if api.is_initialized() else -1
+
+
+cdef commlib_handle* c_push_pull(const void* source, void* out, size_t count, int dtype, int op, const char* name,
+                                 int priority) noexcept with gil:
+    from commlib import api
+    try:
+        handle = api.push_pull_ptr(
+            <uintptr_t>source, count, dtype, out_ptr=<uintptr_t>out, op=op, priority=priority,
+            name=None if name == NULL else name.decode(),
+        )
+    except BaseException as error:
+        keep_error(error)
+        return NULL
+    Py_INCREF(handle)
+    return <commlib_handle*><PyObject*>handle
+
+
+cdef int c_wait(commlib_handle* handle, double timeout_s) noexcept with gil:
+    cdef Handle waited = <Handle><PyObject*>handle
+    cdef int code = 0
+    try:
+        waited.wait(None if timeout_s < 0 else timeout_s)
+    except KeyboardInterrupt as error:
+        # The caller is C and cannot raise: Python sees the signal again when it runs.
+        PyErr_SetInterrupt()
+        keep_error(error)
+        return <int>Errc.kTimeout
+    except BaseException as error:
+        code = keep_error(error)
+        if not waited.done():
+            return <int>Errc.kTimeout
+    Py_DECREF(waited)
+    return code
+
+
+cdef int c_done(commlib_handle* handle) noexcept with gil:
+    return (<Handle><PyObject*>handle).done()
+
+
+cdef const char* c_last_error() noexcept with gil:
+    return <bytes>getattr(last_error, "text", b"")
+
+
+cdef commlib_functions functions
+functions.bytes = sizeof(functions)
+functions.rank = c_rank
+functions.size = c_size
+functions.push_pull = c_push_pull
+functions.wait = c_wait
+functions.done = c_done
+functions.last_error = c_last_error
+_C_API = PyCapsule_New(&functions, "commlib._core._C_API", NULL)
