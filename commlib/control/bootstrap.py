@@ -38,7 +38,7 @@ from commlib.control.scheduler_process import SchedulerProcess, scheduler_addres
 from commlib.control.security import derive_keys, load_secret
 from commlib.control.streams import Dial, connect_all
 from commlib.control.wiring import Wiring
-from commlib.errors import ConfigError
+from commlib.errors import CommlibError, ConfigError
 
 __all__ = ["connect_server", "connect_worker"]
 
@@ -191,11 +191,31 @@ class _Attempt:
         self.instance = secrets.token_hex(16)
         self.addresses = scheduler_addresses(config)
         self.keys = derive_keys(load_secret(config), config.job)
+        self._fds: set[int] = set()
+        undo.callback(self._close_fds)
 
     def keep_fd(self, fd: int) -> int:
         """Close it if a later step fails."""
-        self.undo.callback(os.close, fd)
+        self._fds.add(fd)
         return fd
+
+    def drop_fd(self, fd: int) -> None:
+        """Close it now."""
+        self._fds.discard(fd)
+        os.close(fd)
+
+    def receive(self, socket: sockets.socket, count: int, client: ControlClient) -> tuple[bytes, list[int]]:
+        """Words and exactly `count` descriptors from another process of this host."""
+        words, fds = receive_descriptors(socket, self.deadline, client)
+        for fd in fds:
+            self.keep_fd(fd)
+        if len(fds) != count:
+            raise CommlibError(f"a process of this host sent {len(fds)} descriptors; expected {count}")
+        return words, fds
+
+    def _close_fds(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
 
     def keep_sockets(self, made: Mapping[Claim, sockets.socket]) -> Mapping[Claim, sockets.socket]:
         """Close them if a later step fails."""
@@ -337,18 +357,18 @@ def _share_memory(
         table = attempt.keep_fd(make_segment("table", wanted_table_bytes))
         arenas, pids = [arena], [os.getpid()]
         for local_rank in range(1, config.local_size):
-            _, received = receive_descriptors(local[local_rank], attempt.deadline, client)
-            arenas += [attempt.keep_fd(fd) for fd in received]
+            _, received = attempt.receive(local[local_rank], 1, client)
+            arenas += received
             pids.append(peer_credentials(local[local_rank])[0])
         for socket in local.values():
             send_descriptors(socket, msgspec.msgpack.encode(pids), [table, *arenas], attempt.deadline, client)
     else:
         send_descriptors(local[0], b"", [arena], attempt.deadline, client)
-        words, received = receive_descriptors(local[0], attempt.deadline, client)
-        table, *arenas = [attempt.keep_fd(fd) for fd in received]
+        words, (table, *arenas) = attempt.receive(local[0], 1 + config.local_size, client)
         pids = msgspec.msgpack.decode(words, type=list[int])
         pids[0] = peer_credentials(local[0])[0]
-        os.dup2(arena, arenas[config.local_rank], inheritable=False)  # its own, not one that only should be
+        os.dup2(arena, arenas[config.local_rank], inheritable=False)  # what it made, not what came back
+        attempt.drop_fd(arena)
     check_segment(table, wanted_table_bytes)
     for fd in arenas:
         check_segment(fd, arena_bytes)

@@ -99,7 +99,7 @@ def test_the_defaults_are_those_of_the_manual() -> None:
     assert config.arena_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert config.local_route == "auto"
     limits = (config.stall_warning_s, config.operation_timeout_s, config.connect_timeout_s, config.peer_timeout_s)
-    assert limits == (60, 1800, 120, 30)
+    assert limits == (60.0, 1800.0, 120.0, 30.0)
     assert not config.asynchronous
     assert config.log_level == logging.WARNING
     assert config == Config(server_threads=config.server_threads)
