@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# cython: language_level=3, freethreading_compatible=False
+# cython: language_level=3, auto_pickle=False, freethreading_compatible=False
 """The binding: checks arguments, drops the GIL, calls one thing of the core. What it does not know it asks `Session`."""
 
 cimport cython
@@ -594,13 +594,13 @@ cdef class Worker:
     # Memory ----------------------------------------------------------------------------------------------------------
 
     def allocate(self, size_t nbytes):
-        """An ArenaBlock, or None when the arena is full."""
+        """A view of a new ArenaBlock, or None when the arena is full."""
         cdef ArenaBlock block = ArenaBlock.__new__(ArenaBlock)
         block.worker = self
         block.bytes = nbytes
         with nogil:
             block.data = self.core.allocate(nbytes)
-        return block if block.data != NULL else None
+        return memoryview(block) if block.data != NULL else None
 
     def allocated_bytes(self) -> int:
         return self.core.allocated_bytes()

@@ -2,12 +2,12 @@
 """The functions of ``import commlib``: named buffers in, the same buffers summed or averaged over all processes out.
 
 What a *tensor* may be here: a NumPy array, anything with the buffer protocol (bytearray, array.array, memoryview), or
-anything on the CPU with DLPack (a torch tensor, …). C-contiguous, any shape (0-d and zero-size included), any alignment,
-of dtype bool, uint8, int8, int16, int32, int64, float16, bfloat16 (``ml_dtypes``), float32 or float64. A buffer in flight
-is held by the operation and must not be written; it cannot be resized or freed.
+anything on the CPU with DLPack (a torch tensor, …). C-contiguous, any shape (0-d and zero-size included), any
+alignment, of dtype bool, uint8, int8, int16, int32, int64, float16, bfloat16 (``ml_dtypes``), float32 or float64. A
+buffer in flight is held by the operation and must not be written; it cannot be resized or freed.
 
-Numerics: see :func:`push_pull`. Errors are the classes of :mod:`commlib.errors`. All functions release the GIL while they
-wait and see Ctrl-C within 0.1 s; all may be called from any thread.
+Numerics: see :func:`push_pull`. Errors are the classes of :mod:`commlib.errors`. All functions release the GIL while
+they wait and see Ctrl-C within 0.1 s; all may be called from any thread.
 """
 
 from __future__ import annotations
@@ -138,17 +138,17 @@ def push_pull(
     """Combine `tensor` over all ranks and return the result: `out` if given, else a new NumPy array in the arena.
 
     All ranks must call it with the same shape, dtype and `op` under the same `name`; a rank's n-th use of a name meets
-    the n-th of the others. Without a name, operations meet in program order. `out` has the tensor's shape and dtype and is
-    the same memory or does not overlap it. `priority`: of several in flight, the highest moves first. `timeout` in
-    seconds (None: ``COMMLIB_OPERATION_TIMEOUT_S``). Blocks until the result is there.
+    the n-th of the others. Without a name, operations meet in program order. `out` has the tensor's shape and dtype
+    and is the same memory or does not overlap it. `priority`: of several in flight, the highest moves first. `timeout`
+    in seconds (None: ``COMMLIB_OPERATION_TIMEOUT_S``). Blocks until the result is there.
 
     The result is the same bits on all ranks, and depends only on the inputs and on which rank is on which host: each
-    host's ranks are combined in local order, then the hosts in order. 16-bit floats accumulate in float32 and are rounded
-    once per level. The name is BytePS's; the operation is MPI_Allreduce's.
+    host's ranks are combined in local order, then the hosts in order. 16-bit floats accumulate in float32 and are
+    rounded once per level. The name is BytePS's; the operation is MPI_Allreduce's.
 
-    Raises MismatchError on all ranks when they disagree, DuplicateNameError when the name is in flight here, PeerLostError
-    when a member is lost, OperationTimeout (the operation stays in flight), UnsupportedError for a dtype, layout or device
-    that cannot be moved, NotInitializedError.
+    Raises MismatchError on all ranks when they disagree, DuplicateNameError when the name is in flight here,
+    PeerLostError when a member is lost, OperationTimeout (the operation stays in flight), UnsupportedError for a
+    dtype, layout or device that cannot be moved, NotInitializedError.
     """
     return session().worker.push_pull(tensor, name, op, out, False, priority, True).wait(timeout)
 
@@ -188,8 +188,8 @@ def push_pull_ptr(
     owner: Any = None,
     shape: Sequence[int] | None = None,
 ) -> Handle:
-    """As :func:`push_pull_async` on raw memory, for adapters: `count` elements of `dtype` (a name, as ``"bfloat16"``) at
-    address `ptr`, the result at `out_ptr` (None: in place).
+    """As :func:`push_pull_async` on raw memory, for adapters: `count` elements of `dtype` (a name, as ``"bfloat16"``)
+    at address `ptr`, the result at `out_ptr` (None: in place).
 
     The memory must stay valid until the operation has ended; `owner`, any object, is kept alive until then and is the
     handle's result. `shape` is what ranks must agree on; None: `count` alone. Does not block, but for a new name.
@@ -217,7 +217,8 @@ def synchronize(handle: Handle) -> Any:
 
 
 def broadcast(tensor: Any, root_rank: int, *, name: str | None = None) -> npt.NDArray[Any]:
-    """A new array with what `tensor` holds on rank `root_rank` (a global rank). Shapes and dtypes are the same on all ranks.
+    """A new array with what `tensor` holds on rank `root_rank` (a global rank). Shapes and dtypes are the same on all
+    ranks.
 
     Blocks until it is here; the root until all have read. Errors as :func:`push_pull`. MPI_Bcast's semantics.
     """
@@ -296,9 +297,9 @@ def run(
 ) -> list[T]:
     """Call ``fn(*args)`` in `np` new worker processes on this host and return their results, by rank.
 
-    `fn` must be importable by the new processes (a function of a module), or cloudpickle be installed. The processes are
-    started afresh, with `env` added to their environment, `servers` dedicated servers beside them. Blocks until all have
-    ended. What a rank raises is raised here; the others are then ended as ``commlib run`` does.
+    `fn` must be importable by the new processes (a function of a module), or cloudpickle be installed. The processes
+    are started afresh, with `env` added to their environment, `servers` dedicated servers beside them. Blocks until
+    all have ended. What a rank raises is raised here; the others are then ended as ``commlib run`` does.
     """
     from commlib.launch.function import run_function
 

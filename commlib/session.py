@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process's membership in a job, from ``init`` to ``shutdown``: the core's worker, the control plane, and the words."""
+"""One process's membership in a job, from ``init`` to ``shutdown``: the core's worker, the control plane, words."""
 
 from __future__ import annotations
 
@@ -111,6 +111,7 @@ class Session:
                 self.worker.add_declared(name, found.declared_key, found.cursor, found.extents)
 
     def unnamed_key(self, kind: str, number: int) -> tuple[int, int, Sequence[tuple[int, int]]]:
+        """Key, cursor and row of the recycled name no. `number` of a kind of operation."""
         keys = self.wiring.unnamed[kind]
         cursor = keys.first_cursor + number * keys.cursor_stride
         return keys.first_key + number, cursor, [(keys.first_row + number, 1)]
@@ -284,4 +285,5 @@ def dtype_of(name: str) -> np.dtype[Any]:
         import ml_dtypes  # only where bfloat16 is used
     except ImportError:
         raise errors.UnsupportedError("NumPy arrays of bfloat16 need ml_dtypes: pip install 'commlib[bf16]'") from None
-    return np.dtype(ml_dtypes.bfloat16)
+    bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return bfloat16
