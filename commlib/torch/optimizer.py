@@ -19,8 +19,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
@@ -32,6 +34,36 @@ from commlib.torch.compression import Compression, Compressor
 
 # Optimizers are told apart by the order in which the program makes them, which is the same on all ranks.
 _instances = itertools.count()
+
+
+@dataclass(slots=True)
+class _Reduction:
+    """A gradient in flight, how often it had been changed when it took off, and what became of it."""
+
+    handle: ops.Handle
+    grad: torch.Tensor
+    version: int
+    is_done: bool = False
+    error: Exception | None = None
+
+    def finish(self, param: torch.Tensor, name: str) -> None:
+        """Wait for it, once. Raises only ``OperationTimeout``; it is still in flight then."""
+        if self.is_done:
+            return
+        # A gradient that the user has dropped since is not missed, but one that was changed is lost.
+        replaced = param.grad is not self.grad and param.grad is not None
+        if replaced or self.grad._version != self.version:
+            self.error = RuntimeError(
+                f"the gradient of {name!r} was changed while it was being reduced: call synchronize() before reading "
+                "or changing gradients (to clip or unscale them, for example)"
+            )
+        try:
+            self.handle.wait()
+        except OperationTimeout:
+            raise
+        except CommlibError as error:
+            self.error = error
+        self.is_done = True
 
 
 class Reducer:
@@ -57,8 +89,9 @@ class Reducer:
         self._names: list[str] = []
         self._params: list[torch.Tensor] = []
         self._passes_done: list[int] = []
-        # By parameter: the operation, the gradient it works on, and how often that had been changed when it began.
-        self._pending: dict[int, tuple[ops.Handle, torch.Tensor, int]] = {}
+        self._pending: dict[int, _Reduction] = {}
+        # Which parameters have been used, by any rank; from the first synchronize() of a step until all is reduced.
+        self._used: commlib.Handle | None = None
         self._hooks: list[Any] = []
         self.add(named)
         weakref.finalize(self, _remove_all, self._hooks).atexit = False
@@ -78,7 +111,8 @@ class Reducer:
 
     def remove_hooks(self) -> None:
         """Finish what is in flight and stop watching."""
-        self._wait()
+        if self._pending:
+            self.synchronize()
         _remove_all(self._hooks)
 
     def ready(self, index: int) -> None:
@@ -99,16 +133,27 @@ class Reducer:
             self._submit(index)
 
     def synchronize(self) -> None:
-        """Reduce what backward has not submitted, and wait for everything."""
+        """Reduce what backward has not submitted, wait for everything, then raise the first error.
+
+        May be called again after ``OperationTimeout``, which leaves everything as it is.
+        """
         if not self._active or self.reduced:
             return
-        for index, used in enumerate(self._used_anywhere()):
+        if self._used is None:
+            self._used = self._ask_who_used()
+        for index, used in enumerate(self._used.wait()):
             if used and index not in self._pending:
                 param = self._params[index]
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)
                 self._submit(index)
-        self._wait()
+        for index, reduction in self._pending.items():
+            reduction.finish(self._params[index], self._names[index])
+        error = next((reduction.error for reduction in self._pending.values() if reduction.error), None)
+        self._pending.clear()
+        self._used = None
+        if error is not None:
+            raise error
         self._passes_done = [0] * len(self._params)
         self.reduced = True
 
@@ -117,15 +162,18 @@ class Reducer:
         if self._pending:
             raise RuntimeError("step() inside skip_synchronize() needs a synchronize() before it")
 
-    def restart(self, discard: bool = False) -> None:
-        """Begin a new step. With ``discard``, the gradients are about to be thrown away."""
-        if discard:
-            if self._pending:
-                warnings.warn(
-                    "zero_grad() before step(): gradients that were being reduced are thrown away", stacklevel=3
-                )
-                self._wait(discard=True)
-            self._passes_done = [0] * len(self._params)
+    def restart(self) -> None:
+        """Begin a new step: what is in ``grad`` from now on has not been reduced."""
+        self.reduced = False
+
+    def discard(self) -> None:
+        """Forget gradients that are about to be reset. What is in flight has to land first, on all ranks."""
+        if self._pending:
+            warnings.warn("zero_grad() before step(): gradients that were being reduced are thrown away", stacklevel=3)
+            for index, reduction in self._pending.items():
+                self._params[index].grad, reduction.version = reduction.grad, reduction.grad._version
+            self.synchronize()
+        self._passes_done = [0] * len(self._params)
         self.reduced = False
 
     def mean_loss(self, loss: Any) -> Any:
@@ -146,44 +194,17 @@ class Reducer:
             )
         # What forward needs first is sent first; its gradient is the last that backward computes.
         handle = ops.submit(grad, self.op, self._names[index], -index, self._compression, inplace=True)
-        self._pending[index] = (handle, grad, grad._version)
+        self._pending[index] = _Reduction(handle, grad, grad._version)
 
-    def _used_anywhere(self) -> list[bool]:
-        """Say for each parameter whether any rank has a gradient for it.
+    def _ask_who_used(self) -> commlib.Handle:
+        """Start to find out for each parameter whether any rank has a gradient for it.
 
         A parameter that only some ranks have used is reduced by all of them, with zeros from the others. One that no
         rank has used keeps ``grad = None``: a gradient of zeros would not be the same, many optimizers move weights
         on zeros too.
         """
         here = [index in self._pending or param.grad is not None for index, param in enumerate(self._params)]
-        if not here:
-            return here
-        flags = torch.tensor(here, dtype=torch.uint8)
-        return list(map(bool, ops.push_pull_inplace(flags, name=self.prefix + "used", priority=1, op=Max).tolist()))
-
-    def _wait(self, discard: bool = False) -> None:
-        """Wait for all operations, whatever becomes of them, then raise the first error."""
-        first: Exception | None = None
-        for index, (handle, grad, version) in list(self._pending.items()):
-            param = self._params[index]
-            # A gradient that the user has dropped since is not missed, but one that was changed is lost.
-            changed = grad._version != version or (param.grad is not grad and param.grad is not None)
-            error: Exception | None = None
-            if changed and not discard:
-                error = RuntimeError(
-                    f"the gradient of {self._names[index]!r} was changed while it was being reduced: call "
-                    "synchronize() before reading or changing gradients (to clip or unscale them, for example)"
-                )
-            try:
-                handle.wait()
-            except OperationTimeout:
-                raise  # It is still in flight, and so remembered: synchronize() may be called again.
-            except CommlibError as failure:
-                error = failure
-            del self._pending[index]
-            first = first or error
-        if first is not None:
-            raise first
+        return commlib.push_pull_async_(np.array(here, np.uint8), name=self.prefix + "used", op=Max, priority=1)
 
 
 class _DistributedOptimizer(Optimizer):
@@ -230,7 +251,7 @@ class _DistributedOptimizer(Optimizer):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Reset gradients as the wrapped optimizer does; warns if they have not been used by a ``step()``."""
-        self._reducer.restart(discard=True)
+        self._reducer.discard()
         super().zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

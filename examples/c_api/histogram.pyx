@@ -23,18 +23,20 @@ def histogram(const double[:] values, double low, double high, int bins):
     cdef commlib.commlib_handle* handle
     cdef int status = -1
     cdef Py_ssize_t i
+    with nogil:
+        for i in range(values.shape[0]):
+            if low <= values[i] < high:
+                counts[<int>((values[i] - low) / (high - low) * bins)] += 1
+        handle = commlib.commlib_push_pull(
+            counts, counts, bins, commlib.COMMLIB_INT64, commlib.COMMLIB_SUM, "histogram", 0
+        )
+        if handle != NULL:
+            status = commlib.commlib_wait(handle, 60)
+    if status == commlib.COMMLIB_TIMEOUT:
+        # The operation goes on, and with it `counts` stays in use.
+        raise TimeoutError(commlib.commlib_last_error().decode())
     try:
-        with nogil:
-            for i in range(values.shape[0]):
-                if low <= values[i] < high:
-                    counts[<int>((values[i] - low) / (high - low) * bins)] += 1
-            handle = commlib.commlib_push_pull(
-                counts, counts, bins, commlib.COMMLIB_INT64, commlib.COMMLIB_SUM, "histogram", 0
-            )
-            if handle != NULL:
-                # commlib reads and writes `counts` until this has returned.
-                status = commlib.commlib_wait(handle, 60)
-        if status != 0:
+        if status != commlib.COMMLIB_OK:
             raise RuntimeError(commlib.commlib_last_error().decode())
         return [counts[i] for i in range(bins)]
     finally:

@@ -4,6 +4,7 @@
 #include <Python.h>
 #include <commlib.h>
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 static PyObject* norm(PyObject* module, PyObject* argument) {
@@ -16,21 +17,32 @@ static PyObject* norm(PyObject* module, PyObject* argument) {
     return NULL;
   }
 
-  double sum = 0;
+  double* sum = malloc(sizeof *sum);
+  if (sum == NULL) {
+    PyBuffer_Release(&view);
+    return PyErr_NoMemory();
+  }
   int status = -1;
   Py_BEGIN_ALLOW_THREADS;
   const double* values = view.buf;
-  for (Py_ssize_t i = 0; i < view.len / view.itemsize; ++i) sum += values[i] * values[i];
-  commlib_handle* handle = commlib_push_pull(&sum, &sum, 1, COMMLIB_FLOAT64, COMMLIB_SUM, "norm", 0);
-  /* commlib reads and writes `sum` until this has returned. */
+  *sum = 0;
+  for (Py_ssize_t i = 0; i < view.len / view.itemsize; ++i) *sum += values[i] * values[i];
+  commlib_handle* handle = commlib_push_pull(sum, sum, 1, COMMLIB_FLOAT64, COMMLIB_SUM, "norm", 0);
   if (handle != NULL) status = commlib_wait(handle, 60);
   Py_END_ALLOW_THREADS;
   PyBuffer_Release(&view);
-  if (status != 0) {
+  if (status == COMMLIB_TIMEOUT) {
+    /* The operation goes on, and with it `sum` stays in use. */
+    PyErr_SetString(PyExc_TimeoutError, commlib_last_error());
+    return NULL;
+  }
+  const double squared = *sum;
+  free(sum);
+  if (status != COMMLIB_OK) {
     PyErr_SetString(PyExc_RuntimeError, commlib_last_error());
     return NULL;
   }
-  return PyFloat_FromDouble(sqrt(sum));
+  return PyFloat_FromDouble(sqrt(squared));
 }
 
 static PyMethodDef methods[] = {

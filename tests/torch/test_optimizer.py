@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import math
@@ -20,6 +21,7 @@ pytest.importorskip("torch")
 import torch
 
 import commlib.torch as bps
+from tests.launch import run_job
 from tests.torch import message_of, results_of
 
 SIZES = [1, 2, 4]
@@ -582,6 +584,15 @@ def touched_in_flight() -> None:
         with optimizer.skip_synchronize():
             optimizer.step()
 
+    def forgotten() -> None:
+        replaced_then_zeroed = net.last.weight
+        loss_of(net, *data).backward()
+        replaced_then_zeroed.grad = torch.zeros_like(replaced_then_zeroed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.zero_grad()
+
+    forgotten()
     for call, words in (
         (clipped_too_early, "synchronize()"),
         (replaced, "synchronize()"),
@@ -616,6 +627,54 @@ def touched_in_flight() -> None:
     loss_of(net, *data).backward()
     summing.synchronize()
     assert ("summed" in message_of(lambda: loss_of(net, *data).backward())[1]) == (bps.size() > 1)
+
+
+@scenario
+def different_models() -> None:
+    """Where the ranks' parameters differ in shape, all of them are told, and can go on."""
+    net = torch.nn.Linear(3, 2 + bps.rank())
+    optimizer = bps.DistributedOptimizer(sgd(net), net.named_parameters())
+    net(torch.ones(1, 3)).sum().backward()
+    error, words = message_of(optimizer.step)
+    assert (error == "MismatchError" and "shape" in words) == (bps.size() > 1), words
+    assert train(sgd) < 1e-5
+
+
+@scenario
+def empty_groups() -> None:
+    net = Net()
+    optimizer = bps.DistributedOptimizer(torch.optim.SGD([{"params": []}, {"params": net.parameters()}], lr=0.1))
+    loss_of(net, *mine(*next(batches(1)))).backward()
+    optimizer.step()
+    nothing = bps.DistributedOptimizer(torch.optim.SGD([{"params": []}], lr=0.1))
+    nothing.step()
+
+
+@scenario
+def loss_scaling() -> None:
+    """torch's GradScaler must see reduced gradients; then an inf of one rank makes all of them skip the step."""
+    net, optimizer, reference, plain = pair(sgd)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = [param.detach().clone() for param in net.parameters()]
+    for step, (x, y) in enumerate(batches(4)):
+        optimizer.zero_grad()
+        loss = loss_of(net, *mine(x, y))
+        if step == 0 and bps.rank() == bps.size() - 1:
+            loss = loss * math.inf
+        scaler.scale(loss).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        if step == 0:
+            assert all(map(torch.equal, net.parameters(), before))
+            continue
+        plain.zero_grad()
+        loss_of(reference, x, y).backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        plain.step()
+    assert difference(net, reference) < 1e-5
 
 
 @scenario
@@ -686,6 +745,33 @@ def run_scenarios() -> dict[str, str]:
     return results
 
 
+def time_out() -> bool:
+    """Rank 0 waits for a step of rank 1 in vain; repeated, it is the same step."""
+
+    def step_at_last() -> None:
+        for _ in range(50):  # the limit holds for both ranks, and this machine may be busy
+            with contextlib.suppress(TimeoutError):
+                optimizer.step()
+                return
+
+    net, optimizer, reference, plain = pair(sgd)
+    for x, y in batches(3):
+        if bps.rank() == 1:
+            bps.barrier(timeout=60)
+        optimizer.zero_grad()
+        loss_of(net, *mine(x, y)).backward()
+        if bps.rank() == 0:
+            for _ in range(2):
+                with pytest.raises(TimeoutError):
+                    optimizer.step()
+            bps.barrier(timeout=60)
+        step_at_last()
+        plain.zero_grad()
+        loss_of(reference, x, y).backward()
+        plain.step()
+    return difference(net, reference) < 1e-5
+
+
 def before_init() -> tuple[str, str]:
     bps.shutdown()
     return message_of(lambda: bps.DistributedOptimizer(sgd(Net())))
@@ -703,3 +789,16 @@ def test_scenario(name: str, size: int) -> None:
 
 def test_init_is_needed() -> None:
     assert results_of(before_init, 1)[0][0] == "NotInitializedError"
+
+
+def test_a_step_that_timed_out_can_be_repeated() -> None:
+    script = """
+        import commlib
+        from tests.launch import give
+        from tests.torch.test_optimizer import time_out
+        commlib.init()
+        give(time_out())
+        commlib.shutdown()
+    """
+    impatient = {"COMMLIB_OPERATION_TIMEOUT_S": "1"}
+    assert run_job(script, hosts=[2], env=impatient, timeout=100) == [True, True]
