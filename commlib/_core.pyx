@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # cython: language_level=3, auto_pickle=False, freethreading_compatible=False
-"""The binding: checks arguments, drops the GIL, calls one thing of the core. What it does not know it asks `Session`."""
+"""The binding: checks arguments, drops the GIL, calls one thing of the core. What it does not know it asks Session."""
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals, PyErr_SetInterrupt
@@ -24,7 +24,8 @@ cdef extern from "Python.h":
     int PyObject_CheckBuffer(object obj)
     int PyObject_GetBuffer(object obj, Py_buffer* view, int flags) except -1
     void PyBuffer_Release(Py_buffer* view)
-    int PyBuffer_FillInfo(Py_buffer* view, object exporter, void* buf, Py_ssize_t len, int readonly, int flags) except -1
+    int PyBuffer_FillInfo(Py_buffer* view, object exporter, void* buf, Py_ssize_t bytes, int readonly,
+                          int flags) except -1
     int PyBUF_FORMAT
     int PyBUF_ND
     int PyBUF_C_CONTIGUOUS
@@ -125,16 +126,20 @@ cdef class Buffer:
         return self
 
     cdef int take_buffer(self, object tensor, bint writable) except -1:
-        cdef int flags = PyBUF_FORMAT | PyBUF_ND | PyBUF_C_CONTIGUOUS
+        cdef int flags = PyBUF_FORMAT | PyBUF_ND | PyBUF_C_CONTIGUOUS | (PyBUF_WRITABLE if writable else 0)
         cdef int override = -1
-        # NumPy cannot export ml_dtypes.bfloat16; its bits it can.
-        if getattr(getattr(tensor, "dtype", None), "name", None) == "bfloat16":
-            tensor = tensor.view("int16")
-            override = kBfloat16
         try:
-            PyObject_GetBuffer(tensor, &self.view, flags | (PyBUF_WRITABLE if writable else 0))
+            PyObject_GetBuffer(tensor, &self.view, flags)
         except (BufferError, ValueError) as error:
-            raise self.why_refused(tensor, writable, error) from None
+            # NumPy cannot export ml_dtypes.bfloat16; its bits it can.
+            if getattr(getattr(tensor, "dtype", None), "name", None) != "bfloat16":
+                raise self.why_refused(tensor, writable, error) from None
+            override = kBfloat16
+            bits = tensor.view("int16")
+            try:
+                PyObject_GetBuffer(bits, &self.view, flags)
+            except (BufferError, ValueError) as error:
+                raise self.why_refused(bits, writable, error) from None
         self.has_view = True
         self.dtype = override if override >= 0 else dtype_of_format(self.view.format, self.view.itemsize)
         if self.dtype < 0:
@@ -231,6 +236,7 @@ cdef int dtype_of_dlpack(int code, int bits, int lanes) noexcept:
 cdef class Key:
     """A name: the core's record, and what was last said of it, so that it is said again without work."""
 
+    cdef str name
     cdef shared_ptr[CppKeyRecord] record
     cdef shared_ptr[CppOperation] last
     cdef int collective, op, dtype, root
@@ -239,7 +245,8 @@ cdef class Key:
     cdef uint64_t hash
     cdef list history  # (first round, signature): enough to explain a recent mismatch
 
-    cdef uint64_t agree(self, object session, int collective, int op, int dtype, int root, tuple shape, str compression):
+    cdef uint64_t agree(self, object session, int collective, int op, int dtype, int root, tuple shape,
+                        str compression):
         """The hash of the signature, computed when it is another than last time. Only by who has taken the key."""
         if (self.history is not None and collective == self.collective and op == self.op and dtype == self.dtype
                 and root == self.root and shape == self.shape and compression == self.compression):
@@ -267,7 +274,6 @@ cdef class Handle:
     cdef shared_ptr[CppOperation] operation
     cdef Worker worker
     cdef object result
-    cdef readonly str name
     cdef Key key
     cdef bint synchronous
 
@@ -277,6 +283,11 @@ cdef class Handle:
             if not self.worker.core.is_forked():
                 self.worker.core.hand_over(self.operation.get()[0])
 
+    @property
+    def name(self) -> str:
+        """The operation's name; one that begins with a NUL where none was given."""
+        return self.key.name
+
     def done(self) -> bool:
         """True when the operation has ended, with a result or with an error. Does not block."""
         return self.operation.get().completion.done()
@@ -285,8 +296,8 @@ cdef class Handle:
         """Block until the operation has ended and return its result: the array that was given, or the new one.
 
         `timeout` in seconds; None: the job's COMMLIB_OPERATION_TIMEOUT_S. The GIL is released and Ctrl-C is seen within
-        0.1 s. Raises what the operation failed with, or OperationTimeout: it then stays in flight, holds its buffers, and
-        may be waited for again.
+        0.1 s. Raises what the operation failed with, or OperationTimeout: it then stays in flight, holds its buffers,
+        and may be waited for again.
         """
         if not self.operation.get().completion.done():
             self.block(self.worker.default_timeout if timeout is None else float(timeout))
@@ -297,12 +308,14 @@ cdef class Handle:
         return self.result
 
     cdef int block(self, double timeout) except -1:
-        cdef double deadline = time.monotonic() + timeout
+        cdef double deadline = -1  # what ends within the first slice needs none
         cdef double left = timeout
         cdef int slice_ms
         cdef bint done = False
         try:
             while True:
+                if deadline < 0 and left * 1000 <= kSliceMs:
+                    deadline = time.monotonic() + left
                 slice_ms = kSliceMs if left * 1000 > kSliceMs else max(<int>(left * 1000), 0)
                 with nogil:
                     done = self.worker.core.wait(self.operation.get()[0], slice_ms)
@@ -310,11 +323,12 @@ cdef class Handle:
                     self.synchronous = False
                     return 0
                 PyErr_CheckSignals()
+                if deadline < 0:
+                    deadline = time.monotonic() + left - kSliceMs / 1000.0
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise errors.OperationTimeout(
-                        f'"{self.name.lstrip(chr(0))}" has not completed after {timeout:g} s; it stays in flight'
-                    )
+                    title = self.worker.session.title(self.name)
+                    raise errors.OperationTimeout(f'"{title}" has not completed after {timeout:g} s; it stays in flight')
         finally:
             if self.synchronous:
                 self.synchronous = False
@@ -391,6 +405,7 @@ cdef class Worker:
     cdef readonly object session
     cdef double default_timeout
     cdef uint64_t[3] unnamed
+    cdef uint64_t partition_bytes
     cdef int size
 
     def __cinit__(self, session, wiring, *, double default_timeout, int route, int log_level):
@@ -398,6 +413,7 @@ cdef class Worker:
         self.session = session
         self.default_timeout = default_timeout
         self.size = wiring.size
+        self.partition_bytes = wiring.parameters.partition_bytes
         cdef WorkerOptions options
         options.rank, options.size = wiring.rank, wiring.size
         options.local_rank, options.local_size = wiring.local_rank, wiring.local_size
@@ -512,7 +528,6 @@ cdef class Worker:
         handle.worker = self
         handle.result = result
         handle.key = key
-        handle.name = (<bytes>key.record.get().name).decode()
         handle.synchronous = synchronous
         return handle
 
@@ -542,7 +557,7 @@ cdef class Worker:
             # The same key, 1,024 operations ago; all ranks are here in the same order, so it will end.
             self.join(key)
         try:
-            if key.record.get().rows() < self.session.parts(nbytes):
+            if key.record.get().rows() < (nbytes + self.partition_bytes - 1) // self.partition_bytes:
                 place = self.session.declare(name, nbytes)
                 self.set_extents(key, place[0], place[1], place[2])
         except BaseException:
@@ -560,6 +575,7 @@ cdef class Worker:
 
     cdef Key add_key(self, str name, uint64_t declared_key, uint64_t cursor, extents):
         cdef Key key = Key.__new__(Key)
+        key.name = name
         key.record = make_shared[CppKeyRecord]()
         key.record.get().name = name.encode()
         self.set_extents(key, declared_key, cursor, extents)
@@ -747,7 +763,7 @@ def table_bytes(local_size: int) -> int:
     return CppWorker.table_bytes(local_size)
 
 
-# The C interface: commlib.h ----------------------------------------------------------------------------------------------
+# The C interface: commlib.h ------------------------------------------------------------------------------------------
 
 cdef extern from "commlib/commlib.h" nogil:
     ctypedef struct commlib_handle:

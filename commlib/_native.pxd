@@ -136,8 +136,10 @@ cdef extern from "commlib/commlib.hpp" namespace "commlib" nogil:
 
     cdef cppclass CppWorker "commlib::Worker":
         CppWorker(WorkerOptions options) except +translate
+
         @staticmethod
         size_t table_bytes(uint32_t local_size) noexcept
+
         Errc submit(const Request& request, shared_ptr[CppOperation]* operation) except +translate
         bool wait(CppOperation& operation, int timeout_ms) except +translate
         void hand_over(CppOperation& operation) except +translate

@@ -116,10 +116,6 @@ class Session:
         cursor = keys.first_cursor + number * keys.cursor_stride
         return keys.first_key + number, cursor, [(keys.first_row + number, 1)]
 
-    def parts(self, nbytes: int) -> int:
-        """Partitions of a tensor of so many bytes, at least 1."""
-        return max(1, -(-nbytes // self.parameters.partition_bytes))
-
     @staticmethod
     def hash_of(signature: tuple[Any, ...]) -> int:
         """64 bits that are the same on all ranks exactly when the signature is."""

@@ -16,6 +16,7 @@
 #include "loops/local_loop.hpp"
 #include "loops/plan.hpp"
 #include "loops/slices.hpp"
+#include "memory/numa.hpp"
 #include "reduce/reduce.hpp"
 #include "sched/partition.hpp"
 #include "sched/wire.hpp"
@@ -100,6 +101,17 @@ std::vector<Segment> map_arenas(const WorkerOptions& options) {
   return segments;
 }
 
+// The arena belongs near the CPUs of its rank: where those are all of one node. A process that may run anywhere keeps the
+// kernel's own rule, first touch; so it is where binding is not permitted.
+void bind_near_cpus(const Segment& segment) noexcept {
+  const NumaTopology topology = NumaTopology::read();
+  const std::vector<int> cpus = affinity_cpus();
+  if (cpus.empty()) return;
+  const int node = topology.node_of_cpu(cpus.front());
+  const bool is_one = std::ranges::all_of(cpus, [&](int cpu) { return topology.node_of_cpu(cpu) == node; });
+  if (is_one && node >= 0) (void)bind_to_node(topology, segment.data(), segment.bytes(), node);
+}
+
 LocalContext make_context(ReadyTable& table, TaskTable& tasks, FinishedList& finished, Arena& arena,
                           std::atomic<std::uint64_t>& staged_bytes, const WorkerOptions& options,
                           const std::vector<Segment>& segments, LogBuffer* log) {
@@ -149,6 +161,7 @@ Worker::State::State(WorkerOptions given)
       network_runner("cl-net", network, [this](const char* what) { loop_failed(what); }),
       local_runner("cl-local", local, [this](const char* what) { loop_failed(what); }),
       spin_us(affinity_cpu_count() >= static_cast<int>(options.local_size) ? kSpinUs : 0) {
+  bind_near_cpus(arena_segments[options.local_rank]);
   if (options.local_rank == 0) {
     context.admission = &admission;
     if (options.nodes > 1) {
