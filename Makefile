@@ -42,7 +42,7 @@ lint: $(VENV)/.lint ## Everything that can be seen without running the code
 	run ruff check .; \
 	run ruff format --check .; \
 	run mypy; \
-	run stubtest commlib._core; \
+	run stubtest --mypy-config-file pyproject.toml commlib._core; \
 	run cython-lint commlib; \
 	run clang-format --dry-run -Werror $(CXX_FILES); \
 	run shellcheck $(SHELL_SCRIPTS); \
