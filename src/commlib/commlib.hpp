@@ -46,6 +46,7 @@ struct WorkerOptions {
   std::int64_t peer_timeout_ms = 30'000;
   LocalRoute route = LocalRoute::kAuto;
   int log_level = 30;
+  bool threads = true;  // false: nothing runs but in step_local and step_network, for tests
 };
 
 struct Request {
@@ -113,6 +114,9 @@ class Worker {
   [[nodiscard]] std::uint64_t owner_sent_bytes() const noexcept;
   // Bytes of operations finished with success, by this process.
   [[nodiscard]] std::uint64_t finished_bytes() const noexcept;
+  // With threads off: one turn of a loop by hand; returns what do_work returns.
+  int step_local();
+  int step_network();
   // Can the other ranks of this host read this one's ordinary memory?
   [[nodiscard]] bool is_readable_by_others() const noexcept;
 
@@ -132,6 +136,7 @@ struct ServerOptions {
   std::uint64_t credit_bytes = 16 << 20;
   std::int64_t peer_timeout_ms = 30'000;
   int log_level = 30;
+  bool threads = true;  // false: nothing runs but in step, for tests
 };
 
 class Server {
@@ -143,6 +148,7 @@ class Server {
 
   // Says good-bye to the hosts and ends; waits at most `timeout_ms` for what is on its way.
   void stop(int timeout_ms) noexcept;
+  int step();  // with threads off
   [[nodiscard]] bool aborted() const noexcept;
   [[nodiscard]] std::uint32_t aborted_member() const noexcept;
   [[nodiscard]] int aborted_cause() const noexcept;

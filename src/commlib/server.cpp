@@ -36,7 +36,7 @@ struct Server::State : private ForkGuard::Member {
     tcp.peer_timeout_ms = static_cast<int>(options.peer_timeout_ms);
     tcp.phase = options.index % options.nodes;
     network.attach(std::make_unique<TcpTransport>(std::move(streams), tcp), egress, engine, nullptr);
-    runner.start();
+    if (options.threads) runner.start();
   }
   ~State() override { stop(0); }
 
@@ -50,7 +50,7 @@ struct Server::State : private ForkGuard::Member {
     if (stopped) return;
     stopped = true;
     network.finish();
-    network.wait_finished(timeout_ms);
+    if (options.threads) network.wait_finished(timeout_ms);
     runner.stop();
     network.close();
   }
@@ -70,6 +70,7 @@ struct Server::State : private ForkGuard::Member {
 Server::Server(ServerOptions options) : state_(std::make_unique<State>(std::move(options))) {}
 Server::~Server() = default;
 void Server::stop(int timeout_ms) noexcept { state_->stop(timeout_ms); }
+int Server::step() { return state_->runner.step(); }
 bool Server::aborted() const noexcept { return state_->table.aborted(); }
 std::uint32_t Server::aborted_member() const noexcept { return state_->table.aborted_member(); }
 int Server::aborted_cause() const noexcept { return static_cast<int>(state_->table.aborted_cause()); }

@@ -183,6 +183,7 @@ Worker::State::State(WorkerOptions given)
   }
   table.status(options.local_rank).probe.store(reinterpret_cast<std::uintptr_t>(&probe_word), std::memory_order_release);
   table.ring_all();
+  if (!options.threads) return;
   network_runner.start();
   local_runner.start();
 }
@@ -403,7 +404,7 @@ void Worker::State::shutdown(int timeout_ms) noexcept {
   table.leave();
   if (exchange != nullptr) {
     network.finish();
-    network.wait_finished(timeout_ms);
+    if (options.threads) network.wait_finished(timeout_ms);
   }
   for (std::uint32_t now; (now = callers.load(std::memory_order_acquire)) != 0;) futex_wait(callers, now, 100);
   local_runner.stop();
@@ -495,6 +496,8 @@ void Worker::waiting(std::int64_t older_than_ms, std::size_t limit, std::vector<
 std::uint64_t Worker::owner_received_bytes() const noexcept { return state_->network.engine_counters().received_bytes; }
 std::uint64_t Worker::owner_sent_bytes() const noexcept { return state_->network.engine_counters().sent_bytes; }
 std::uint64_t Worker::finished_bytes() const noexcept { return state_->finished_bytes.load(std::memory_order_relaxed); }
+int Worker::step_local() { return state_->local_runner.step(); }
+int Worker::step_network() { return state_->network_runner.step(); }
 bool Worker::is_readable_by_others() const noexcept {
   return state_->table.status(state_->options.local_rank).reachable_by.load(std::memory_order_relaxed) + 1 ==
          state_->options.local_size;

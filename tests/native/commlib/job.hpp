@@ -6,6 +6,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -25,6 +26,7 @@ struct JobOptions {
   std::uint64_t credit_bytes = 16 << 20;
   LocalRoute route = LocalRoute::kAuto;
   std::uint64_t arena_bytes = 1u << 30;
+  bool threads = true;
 };
 
 class Job {
@@ -80,6 +82,7 @@ class Job {
         worker.partition_bytes = options.partition_bytes;
         worker.credit_bytes = options.credit_bytes;
         worker.route = options.route;
+        worker.threads = options.threads;
         workers_.push_back(std::make_unique<Worker>(worker));
       }
     }
@@ -93,6 +96,7 @@ class Job {
       server.streams = streams[hosts + index];
       server.partition_bytes = options.partition_bytes;
       server.credit_bytes = options.credit_bytes;
+      server.threads = options.threads;
       servers_.push_back(std::make_unique<Server>(server));
     }
   }
@@ -101,6 +105,17 @@ class Job {
   ~Job() {
     for (auto& worker : workers_) worker->shutdown(2'000);
     for (auto& server : servers_) server->stop(2'000);
+  }
+
+  // Threads off: every loop of the job, to be stepped by hand.
+  [[nodiscard]] std::vector<std::function<int()>> loops() {
+    std::vector<std::function<int()>> loops;
+    for (auto& worker : workers_) {
+      loops.emplace_back([&worker] { return worker->step_local(); });
+      loops.emplace_back([&worker] { return worker->step_network(); });
+    }
+    for (auto& server : servers_) loops.emplace_back([&server] { return server->step(); });
+    return loops;
   }
 
   [[nodiscard]] std::uint32_t size() const noexcept { return static_cast<std::uint32_t>(workers_.size()); }
