@@ -8,6 +8,7 @@
 
 #include <features.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(COMMLIB_NO_CLONES)
@@ -16,32 +17,103 @@
 #define COMMLIB_CLONES
 #endif
 
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#define COMMLIB_HALF __attribute__((target("avx2,f16c")))
+
 namespace commlib {
 
-#if defined(__x86_64__)
+// Tells the processor that this is a spin loop.
+inline void cpu_relax() noexcept { _mm_pause(); }
 
 inline constexpr bool kIsX86 = true;
 
-// Tells the core that this is a spin loop.
-inline void cpu_relax() noexcept { __builtin_ia32_pause(); }
+// The thread's floating-point modes (rounding, traps, flushing of subnormals), and those every thread is born with.
+inline constexpr std::uint32_t kDefaultFloatModes = 0x1F80;
+[[nodiscard]] inline std::uint32_t float_modes() noexcept { return _mm_getcsr() & ~std::uint32_t{0x3F}; }
+inline void set_float_modes(std::uint32_t modes) noexcept { _mm_setcsr(modes); }
 
-// The thread's floating-point control word (rounding, flushing of subnormals), and the one every thread is born with.
-inline constexpr std::uint32_t kDefaultFloatControl = 0x1F80;
-[[nodiscard]] inline std::uint32_t float_control() noexcept { return __builtin_ia32_stmxcsr(); }
-inline void set_float_control(std::uint32_t control) noexcept { __builtin_ia32_ldmxcsr(control); }
+// Sixteen 16-bit floats (float16: halves, bfloat16: brains) to float32, and back to nearest even with every NaN the same, in
+// functions that are COMMLIB_HALF and only run where has_half_instructions(). Any alignment.
+[[nodiscard]] inline bool has_half_instructions() noexcept {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+}
+
+COMMLIB_HALF inline void copy_16_floats(void* to, const void* from) noexcept {
+  const auto* const numbers = static_cast<const float*>(from);
+  _mm256_storeu_ps(static_cast<float*>(to), _mm256_loadu_ps(numbers));
+  _mm256_storeu_ps(static_cast<float*>(to) + 8, _mm256_loadu_ps(numbers + 8));
+}
+
+COMMLIB_HALF inline void load_16_halves(float* to, const void* from) noexcept {
+  const auto* const halves = static_cast<const __m128i_u*>(from);
+  _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_loadu_si128(halves)));
+  _mm256_storeu_ps(to + 8, _mm256_cvtph_ps(_mm_loadu_si128(halves + 1)));
+}
+
+COMMLIB_HALF inline __m128i narrowed_to_halves(__m256 numbers) noexcept {
+  const __m256 is_nan = _mm256_cmp_ps(numbers, numbers, _CMP_UNORD_Q);
+  const __m256 checked = _mm256_blendv_ps(numbers, _mm256_set1_ps(__builtin_nanf("")), is_nan);
+  return _mm256_cvtps_ph(checked, _MM_FROUND_TO_NEAREST_INT);
+}
+COMMLIB_HALF inline void store_16_halves(void* to, const float* from) noexcept {
+  auto* const halves = static_cast<__m128i_u*>(to);
+  _mm_storeu_si128(halves, narrowed_to_halves(_mm256_loadu_ps(from)));
+  _mm_storeu_si128(halves + 1, narrowed_to_halves(_mm256_loadu_ps(from + 8)));
+}
+
+COMMLIB_HALF inline void load_16_brains(float* to, const void* from) noexcept {
+  const auto* const brains = static_cast<const __m128i_u*>(from);
+  for (int i = 0; i < 2; ++i) {
+    const __m256i wide = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(brains + i)), 16);
+    _mm256_storeu_ps(to + 8 * i, _mm256_castsi256_ps(wide));
+  }
+}
+
+// As Bfloat16::of (reduce/half.hpp), in the low halves of eight words.
+COMMLIB_HALF inline __m256i narrowed_to_brains(__m256 numbers) noexcept {
+  const __m256i wide = _mm256_castps_si256(numbers);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(wide, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(wide, _mm256_set1_epi32(0x7FFF)), odd);
+  const __m256 is_nan = _mm256_cmp_ps(numbers, numbers, _CMP_UNORD_Q);
+  const __m256 checked = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_set1_ps(__builtin_nanf("")), is_nan);
+  return _mm256_srli_epi32(_mm256_castps_si256(checked), 16);
+}
+COMMLIB_HALF inline void store_16_brains(void* to, const float* from) noexcept {
+  const __m256i low = narrowed_to_brains(_mm256_loadu_ps(from));
+  const __m256i high = narrowed_to_brains(_mm256_loadu_ps(from + 8));
+  const __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xD8);  // undoes the packing by lanes
+  _mm256_storeu_si256(static_cast<__m256i_u*>(to), both);
+}
+
+}  // namespace commlib
 
 #elif defined(__aarch64__)
 
-inline constexpr bool kIsX86 = false;
+#define COMMLIB_HALF
+
+namespace commlib {
 
 inline void cpu_relax() noexcept { __asm__("yield"); }  // no outputs: never optimised away
 
-inline constexpr std::uint32_t kDefaultFloatControl = 0;
-[[nodiscard]] inline std::uint32_t float_control() noexcept { return __builtin_aarch64_get_fpcr(); }
-inline void set_float_control(std::uint32_t control) noexcept { __builtin_aarch64_set_fpcr(control); }
+inline constexpr bool kIsX86 = false;
+
+inline constexpr std::uint32_t kDefaultFloatModes = 0;
+[[nodiscard]] inline std::uint32_t float_modes() noexcept { return __builtin_aarch64_get_fpcr(); }
+inline void set_float_modes(std::uint32_t modes) noexcept { __builtin_aarch64_set_fpcr(modes); }
+
+// The portable conversion is vectorised well enough here.
+[[nodiscard]] inline bool has_half_instructions() noexcept { return false; }
+inline void copy_16_floats(void*, const void*) noexcept {}
+inline void load_16_halves(float*, const void*) noexcept {}
+inline void store_16_halves(void*, const float*) noexcept {}
+inline void load_16_brains(float*, const void*) noexcept {}
+inline void store_16_brains(void*, const float*) noexcept {}
+
+}  // namespace commlib
 
 #else
 #error "commlib knows x86-64 and AArch64"
 #endif
-
-}  // namespace commlib

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Design notes. The loops are those of ops.hpp, with elements that are float32 once they are loaded. They exist twice: as the
+// compiler makes them, cloned for several instruction sets, and in chunks of 16 elements with the conversions of simd.hpp,
+// which are several times as fast, for processors that have them. The portable loop always does what the chunks have left, be
+// that the odd end or everything: nothing can fall between. Both give the same bits.
+#include "reduce/half.hpp"
+
+#include <type_traits>
+
+#include "base/simd.hpp"
+#include "reduce/loose.hpp"
+#include "reduce/ops.hpp"
+
+namespace commlib {
+
+namespace {
+
+constexpr std::size_t kChunk = 16;
+
+std::size_t whole_chunks(std::size_t count) noexcept {
+  return has_half_instructions() ? count / kChunk * kChunk : 0;
+}
+
+template <class T>
+COMMLIB_HALF inline void load_chunk(float* to, const void* from, std::size_t first) noexcept {
+  const std::byte* const at = static_cast<const std::byte*>(from) + first * sizeof(T);
+  if constexpr (std::is_same_v<T, Float16>) {
+    load_16_halves(to, at);
+  } else if constexpr (std::is_same_v<T, Bfloat16>) {
+    load_16_brains(to, at);
+  } else {
+    copy_16_floats(to, at);
+  }
+}
+
+template <class T>
+COMMLIB_HALF inline void store_chunk(void* to, const float* from, std::size_t first) noexcept {
+  std::byte* const at = static_cast<std::byte*>(to) + first * sizeof(T);
+  if constexpr (std::is_same_v<T, Float16>) {
+    store_16_halves(at, from);
+  } else if constexpr (std::is_same_v<T, Bfloat16>) {
+    store_16_brains(at, from);
+  } else {
+    copy_16_floats(at, from);
+  }
+}
+
+// The arrays are registers by the time the compiler is through.
+struct CombineChunks {
+  template <class To, class A, class B, class Op>
+  COMMLIB_HALF static void run(Op op, void* to, const void* a, const void* b, std::size_t count) noexcept {
+    for (std::size_t first = 0; first < count; first += kChunk) {
+      float left[kChunk];
+      float right[kChunk];
+      load_chunk<A>(left, a, first);
+      load_chunk<B>(right, b, first);
+      for (std::size_t i = 0; i < kChunk; ++i) left[i] = op.of(left[i], right[i]);
+      store_chunk<To>(to, left, first);
+    }
+  }
+};
+
+template <class To, class From>
+COMMLIB_HALF void convert_chunks(void* to, const void* from, std::size_t count) noexcept {
+  for (std::size_t first = 0; first < count; first += kChunk) {
+    float chunk[kChunk];
+    load_chunk<From>(chunk, from, first);
+    store_chunk<To>(to, chunk, first);
+  }
+}
+
+template <class To, class From>
+[[gnu::always_inline]] inline void convert_loop(void* to, const void* from, std::size_t count) noexcept {
+  auto* const out = loose<To>(to);
+  const auto* const in = loose<From>(from);
+#pragma GCC ivdep
+  for (std::size_t i = 0; i < count; ++i) out[i].value = store<To>(load(in[i].value));
+}
+
+template <class Half, class Loop = CombineLoop>
+[[gnu::always_inline]] inline void combine_form(HalfForm form, ReduceOp op, double divisor, void* to, const void* a,
+                                                const void* b, std::size_t count) noexcept {
+  switch (form) {
+    case HalfForm::kWhole: return combine_as<Half, Half, Half, Loop>(op, divisor, to, a, b, count);
+    case HalfForm::kStart: return combine_as<float, Half, Half, Loop>(op, divisor, to, a, b, count);
+    case HalfForm::kMiddle: return combine_as<float, float, Half, Loop>(op, divisor, to, a, b, count);
+    case HalfForm::kFinish: return combine_as<Half, float, Half, Loop>(op, divisor, to, a, b, count);
+  }
+}
+
+const std::byte* behind(const void* data, std::size_t bytes) noexcept {
+  return static_cast<const std::byte*>(data) + bytes;
+}
+std::byte* behind(void* data, std::size_t bytes) noexcept { return static_cast<std::byte*>(data) + bytes; }
+
+bool is_brain(DType dtype) noexcept { return dtype == DType::kBfloat16; }
+
+}  // namespace
+
+COMMLIB_CLONES void combine_float16(HalfForm form, ReduceOp op, double divisor, void* to, const void* a, const void* b,
+                                    std::size_t count) noexcept {
+  combine_form<Float16>(form, op, divisor, to, a, b, count);
+}
+COMMLIB_CLONES void combine_bfloat16(HalfForm form, ReduceOp op, double divisor, void* to, const void* a, const void* b,
+                                     std::size_t count) noexcept {
+  combine_form<Bfloat16>(form, op, divisor, to, a, b, count);
+}
+COMMLIB_CLONES void widen_float16(float* to, const void* from, std::size_t count) noexcept {
+  convert_loop<float, Float16>(to, from, count);
+}
+COMMLIB_CLONES void widen_bfloat16(float* to, const void* from, std::size_t count) noexcept {
+  convert_loop<float, Bfloat16>(to, from, count);
+}
+COMMLIB_CLONES void narrow_float16(void* to, const float* from, std::size_t count) noexcept {
+  convert_loop<Float16, float>(to, from, count);
+}
+COMMLIB_CLONES void narrow_bfloat16(void* to, const float* from, std::size_t count) noexcept {
+  convert_loop<Bfloat16, float>(to, from, count);
+}
+
+void combine_half_portable(DType dtype, HalfForm form, ReduceOp op, double divisor, void* to, const void* a,
+                           const void* b, std::size_t count) noexcept {
+  const auto combine_this = is_brain(dtype) ? combine_bfloat16 : combine_float16;
+  combine_this(form, op, divisor, to, a, b, count);
+}
+
+void widen_portable(DType dtype, float* to, const void* from, std::size_t count) noexcept {
+  return is_brain(dtype) ? widen_bfloat16(to, from, count) : widen_float16(to, from, count);
+}
+
+void narrow_portable(DType dtype, void* to, const float* from, std::size_t count) noexcept {
+  return is_brain(dtype) ? narrow_bfloat16(to, from, count) : narrow_float16(to, from, count);
+}
+
+void combine_half(DType dtype, HalfForm form, ReduceOp op, double divisor, void* to, const void* a, const void* b,
+                  std::size_t count) noexcept {
+  const std::size_t done = whole_chunks(count);
+  if (done > 0 && is_brain(dtype)) combine_form<Bfloat16, CombineChunks>(form, op, divisor, to, a, b, done);
+  if (done > 0 && !is_brain(dtype)) combine_form<Float16, CombineChunks>(form, op, divisor, to, a, b, done);
+  const bool is_to_wide = form == HalfForm::kStart || form == HalfForm::kMiddle;
+  const bool is_from_wide = form == HalfForm::kMiddle || form == HalfForm::kFinish;
+  combine_half_portable(dtype, form, op, divisor, behind(to, done * (is_to_wide ? 4 : 2)),
+                        behind(a, done * (is_from_wide ? 4 : 2)), behind(b, done * 2), count - done);
+}
+
+void widen(DType dtype, float* to, const void* from, std::size_t count) noexcept {
+  const std::size_t done = whole_chunks(count);
+  if (done > 0 && is_brain(dtype)) convert_chunks<float, Bfloat16>(to, from, done);
+  if (done > 0 && !is_brain(dtype)) convert_chunks<float, Float16>(to, from, done);
+  widen_portable(dtype, to + done, behind(from, 2 * done), count - done);
+}
+
+void narrow(DType dtype, void* to, const float* from, std::size_t count) noexcept {
+  const std::size_t done = whole_chunks(count);
+  if (done > 0 && is_brain(dtype)) convert_chunks<Bfloat16, float>(to, from, done);
+  if (done > 0 && !is_brain(dtype)) convert_chunks<Float16, float>(to, from, done);
+  narrow_portable(dtype, behind(to, 2 * done), from + done, count - done);
+}
+
+}  // namespace commlib

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// The loops under reduce.hpp: two buffers at most, one pass, one operation. Each is compiled for several instruction sets;
+// all of them give the same bits, also for the odd elements at the end. Buffers may have any alignment; a destination may be
+// the very address of a source.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "memory/buffer_view.hpp"
+
+namespace commlib {
+
+// to[i] = a[i] ∘ b[i]. An Average is summed, and that of floats divided by `divisor`. 16-bit floats in float32, rounded once.
+// Every NaN comes out as the same one.
+void combine(DType dtype, ReduceOp op, double divisor, void* to, const void* a, const void* b,
+             std::size_t count) noexcept;
+
+// to[i] = (from[i] is not zero)
+void normalise_bools(void* to, const void* from, std::size_t count) noexcept;
+
+// to[i] = from[i] / divisor, for float32 and float64.
+void divide(DType dtype, void* to, const void* from, double divisor, std::size_t count) noexcept;
+
+// data[i] *= factor
+void scale(float* data, float factor, std::size_t count) noexcept;
+
+// sums[i] += from[i], wrapping; from any integer type.
+void add_to_int64(DType dtype, std::int64_t* sums, const void* from, std::size_t count) noexcept;
+
+// to[i] = ⌊sums[i] / divisor⌋ as `dtype`, an integer type; divisor ≥ 1.
+void floor_divide(DType dtype, void* to, const std::int64_t* sums, std::int64_t divisor, std::size_t count) noexcept;
+
+}  // namespace commlib
