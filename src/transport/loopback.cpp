@@ -5,8 +5,8 @@
 // has not reported by on_sent yet; then at most one of which the header and half of the payload have been delivered (only
 // with a seed); then those that the receiver has not seen. The payloads stay in the sender's memory all the while.
 //
-// A connection ends when one of its sides closes it or dies. That side forgets its parcels at once; the other notices in its
-// next do_work, before it looks at what would still be on its way, so no payload is read after its owner let go of it.
+// A connection ends when one of its sides closes it or dies. The other notices in its next do_work, before it looks at what
+// would still be on its way, so no payload is read after its owner let go of it.
 #include "transport/loopback.hpp"
 
 #include <algorithm>
@@ -228,12 +228,7 @@ bool LoopbackHub::Endpoint::finished() const noexcept {
 }
 
 void LoopbackHub::Endpoint::close_peer(PeerId id, Errc code) noexcept {
-  peers_[id].gone = true;
-  for (std::uint32_t stream = 0; stream < hub_.options_.streams; ++stream) {
-    Lane& lane = hub_.lane(self_, id, stream);
-    lane.parcels.clear();
-    lane.delivered = 0;
-  }
+  peers_[id].gone = true;  // from now on neither side looks at their lanes
   sink_->on_closed(id, code, 0);
 }
 

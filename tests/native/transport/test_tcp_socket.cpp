@@ -142,7 +142,7 @@ TEST_CASE("tcp: while the kernel has no memory it does not spin") {
   socket_calls.fail(ENOBUFS, 1'000'000);
   world.send(3000);
   CHECK_FALSE(world.run_until([&] { return world.sink.sent(1) == 1; }, 100));
-  CHECK(socket_calls.sends >= 3);
+  CHECK(socket_calls.sends >= 1);
   CHECK(socket_calls.sends + socket_calls.receives + socket_calls.waits < 300);
   socket_calls.fail(0, 0);
   CHECK(world.run_until([&] { return world.sink.sent(1) == 1; }));
@@ -194,7 +194,7 @@ TEST_CASE("tcp: close in a forked child closes the child's descriptors and takes
 }
 
 TEST_CASE("tcp: a lost peer sees the end although a child still holds the sockets") {
-  RawPeers world(1, 2);
+  RawPeers world(1, 2, tcp_pair);
   world.run();
   int ready[2];
   REQUIRE(::pipe(ready) == 0);
@@ -208,14 +208,16 @@ TEST_CASE("tcp: a lost peer sees the end although a child still holds the socket
   }
   ::close(ready[0]);
   world.feed(Bytes(sizeof(Frame)), 1, 0);  // malformed
+  CHECK(world.run_until([&] { return world.sink.closed(1).times > 0; }));
   world.run();
   CHECK(world.is_closed(1, Errc::kInternal, 0));
   for (const std::size_t stream : {0u, 1u}) {
     char byte = 0;
     CHECK(is_readable(world.raw[0][stream].get(), kPatienceMs));
     CHECK(::recv(world.raw[0][stream].get(), &byte, 1, MSG_DONTWAIT) <= 0);
+    CHECK(::send(world.raw[0][stream].get(), "x", 1, MSG_NOSIGNAL) == 1);
   }
-  CHECK_FALSE(is_readable(world.transport->descriptor(), 20));
+  CHECK_FALSE(is_readable(world.transport->descriptor(), 50));  // what is sent to the child wakes nobody here
   CHECK(world.step() == 0);
   ::close(ready[1]);
   int status = -1;
