@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One lab for all tests of this folder: a job's hosts come first, its servers after them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.lab import Lab
+
+
+@pytest.fixture(scope="session")
+def lab() -> Iterator[Lab]:
+    """Six hosts: up to four with workers, and two dedicated servers."""
+    with Lab(6) as made:
+        yield made
