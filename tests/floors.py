@@ -16,7 +16,14 @@ from pathlib import Path
 CXX_SUFFIXES = {".hpp", ".cpp", ".h"}
 CYTHON_SUFFIXES = {".pyx", ".pxd"}
 SOURCE_SUFFIXES = CXX_SUFFIXES | CYTHON_SUFFIXES | {".c", ".py", ".pyi"}
-FACADE = "commlib/commlib.hpp"
+# What Cython may declare, and how a function of it may report an error: C++ by exceptions, which are translated; our C
+# header by a number; Python's own functions as Python's documentation says.
+EXTERN_HEADERS = {
+    "commlib/commlib.hpp": re.compile(r"\bnoexcept\b|\bexcept \+translate\b"),
+    "commlib/commlib.h": re.compile(r"\bnoexcept\b|\bexcept -1\b"),
+    "commlib.h": re.compile(r"\bnoexcept\b|\bexcept -1\b"),
+    "Python.h": re.compile(r""),
+}
 
 # Headers that bind code to one kind of thing; each stays on one floor.
 BINDING_HEADERS = {
@@ -28,8 +35,9 @@ BINDING_HEADERS = {
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "mxnet"}
 # What adapters may import of frameworks; everything else in the package may import none.
 ADAPTERS = {"torch": {"torch"}, "tensorflow": {"tensorflow", "keras"}}
-# The extension module reaches up for the classes it raises and for nothing else.
-CORE_MAY_IMPORT = {"commlib.errors", "commlib.dtypes"}
+# The extension module reaches up for the classes it raises; its C interface, when called, for what it stands for.
+CORE_MAY_IMPORT = {"commlib.errors"}
+CORE_MAY_IMPORT_LATE = {"commlib.errors", "commlib.api"}
 
 # A call that ends the process, where a statement or an operand may begin; `table.abort(…)` is somebody's method.
 _BEFORE_STATEMENT = r"(?:^|[;{}(),&|?=!]|(?<!:):(?!:)|\breturn\b|\belse\b)\s*"
@@ -134,21 +142,22 @@ def externs(root: Path) -> Iterator[str]:
     """Cython sees the façade alone, and no exception passes untranslated."""
     for path in _files(root / "commlib", CYTHON_SUFFIXES):
         depth: int | None = None  # indentation of the extern block we are in
+        allowed = re.compile("")  # for functions of that block
         for line, text in _logical_lines(path):
             indent = len(text) - len(text.lstrip())
             if depth is not None and indent <= depth:
                 depth = None
             if (extern := re.match(r"\s*cdef extern from (\S+)", text)) is not None:
-                depth = indent
-                if extern.group(1).strip("\"':") != FACADE:
-                    yield _at(root, path, line, f"extern from {extern.group(1)}; only {FACADE} may be")
-                if path.suffix != ".pxd":
-                    yield _at(root, path, line, "extern declarations belong into a .pxd")
-                continue
-            if re.search(r"\bexcept\s*\+(?!translate\b)", text):
+                depth, header = indent, extern.group(1).strip("\"':")
+                allowed = EXTERN_HEADERS.get(header, re.compile(""))
+                if header not in EXTERN_HEADERS:
+                    yield _at(root, path, line, f"extern from {header}; only {', '.join(EXTERN_HEADERS)} may be")
+                if header.endswith(".hpp") and path.suffix != ".pxd":
+                    yield _at(root, path, line, "declarations of C++ belong into a .pxd")
+            elif re.search(r"\bexcept\s*\+(?!translate\b)", text):
                 yield _at(root, path, line, "a bare `except +`: write `except +translate`")
-            elif depth is not None and _declares_function(text) and not re.search(r"\bnoexcept\b|\bexcept \+", text):
-                yield _at(root, path, line, "neither noexcept nor except +translate")
+            elif depth is not None and _declares_function(text) and not allowed.search(text):
+                yield _at(root, path, line, "neither noexcept nor an error that is handled")
 
 
 def imports(root: Path) -> Iterator[str]:
@@ -157,7 +166,7 @@ def imports(root: Path) -> Iterator[str]:
     for path in _files(package, {".py", ".pyi", *CYTHON_SUFFIXES}):
         parts = path.relative_to(package).parts
         own = parts[0] if len(parts) > 1 and parts[0] in ADAPTERS else None
-        for line, name in _imported(path, package.parent):
+        for line, name, is_late in _imported(path, package.parent):
             top, _, rest = name.partition(".")
             second = rest.partition(".")[0]
             if top in FRAMEWORKS and top not in ADAPTERS.get(own or "", set()):
@@ -166,8 +175,8 @@ def imports(root: Path) -> Iterator[str]:
                 yield _at(root, path, line, f"imports {name}: adapters are the top floor")
             if top == "commlib" and second == "cli" and parts[0] != "cli":
                 yield _at(root, path, line, f"imports {name}: nothing stands on the command line")
-            is_core = path.suffix in CYTHON_SUFFIXES or path.stem == "_core"
-            if is_core and top == "commlib" and second not in ("_native", "_core") and name not in CORE_MAY_IMPORT:
+            may = {"commlib._native"} | (CORE_MAY_IMPORT_LATE if is_late else CORE_MAY_IMPORT)
+            if path.suffix in CYTHON_SUFFIXES and top == "commlib" and name not in may:
                 yield _at(root, path, line, f"the core imports {name}")
 
 
@@ -243,23 +252,28 @@ def _declares_function(text: str) -> bool:
     return "(" in text and not re.match(r"\s*(cdef |cppclass |ctypedef (class|struct|enum)|enum |struct )", text)
 
 
-def _imported(path: Path, top: Path) -> Iterator[tuple[int, str]]:
-    """Full names of the modules that a file imports or cimports, wherever in it it does."""
+def _imported(path: Path, top: Path) -> Iterator[tuple[int, str, bool]]:
+    """Full names of the modules that a file imports or cimports, and whether it does so late: not when it is loaded."""
     package = ".".join(path.relative_to(top).parent.parts)
     if path.suffix in CYTHON_SUFFIXES:
         for line, text in _logical_lines(path):
-            for found in re.finditer(r"\bfrom\s+([\w.]+)\s+c?import\s+\(?\s*([\w, ]+)|^\s*c?import\s+([\w.]+)", text):
+            is_late = text.startswith(" ")
+            for found in re.finditer(r"\bfrom\s+([\w.]+)\s+c?import\s+\(?\s*([\w, *]+)|^\s*c?import\s+([\w.]+)", text):
                 if found.group(3):
-                    yield line, found.group(3)
+                    yield line, found.group(3), is_late
                 else:
-                    yield from ((line, _joined(found.group(1), name, package)) for name in _names(found.group(2)))
+                    names = _names(found.group(2))
+                    yield from ((line, _joined(found.group(1), name, package), is_late) for name in names)
         return
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    at_load = set(tree.body)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            yield from ((node.lineno, alias.name, node not in at_load) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
-            yield from ((node.lineno, _joined(module, alias.name, package)) for alias in node.names)
+            names = [alias.name for alias in node.names]
+            yield from ((node.lineno, _joined(module, name, package), node not in at_load) for name in names)
 
 
 def _names(listed: str) -> list[str]:

@@ -46,7 +46,12 @@ def clean(tmp_path: Path) -> Path:
         "src/commlib/commlib.hpp": '#include "server/engine.hpp"\n',
         "commlib/errors.py": "class Error(RuntimeError): ...\n",
         "commlib/__init__.py": "from commlib import _core, errors\nfrom commlib.errors import Error\n",
-        "commlib/_core.pyx": "from commlib._native cimport sum\nfrom commlib import errors\n",
+        "commlib/_core.pyx": (
+            "from commlib._native cimport *\nfrom commlib import errors\n"
+            'cdef extern from "Python.h":\n    int PyObject_CheckBuffer(object obj)\n'
+            'cdef extern from "commlib/commlib.h":\n    int (*rank)() noexcept\n'
+            "cdef int c_rank() noexcept with gil:\n    from commlib import api\n    return api.rank()\n"
+        ),
         "commlib/cli/__init__.py": "import commlib\nfrom .run import main\n",
         "commlib/cli/run.py": "def main(): ...\n",
         "commlib/torch/__init__.py": "import torch, commlib\nfrom torch import nn\nfrom commlib.torch import ops\n",
@@ -104,6 +109,9 @@ FAULTS = [
         "neither noexcept",
     ),
     ("commlib/_core.pyx", 'cdef extern from "commlib/commlib.hpp":\n    int f() noexcept', "belong into a .pxd"),
+    ("commlib/_core.pyx", 'cdef extern from "commlib/commlib.h":\n    int f()', "neither noexcept"),
+    ("commlib/_core.pyx", "from commlib import api", "the core imports commlib.api"),
+    ("commlib/_core.pyx", "def f():\n    from commlib import session", "the core imports commlib.session"),
     ("commlib/_core.pyx", "from commlib.control import Member", "the core imports commlib.control"),
     # Python
     ("commlib/errors.py", "def f():\n    import torch.nn", "imports torch"),
