@@ -18,7 +18,8 @@ class EventFd {
     if (!fd_.is_valid()) throw_os_error("eventfd", errno);
   }
 
-  // Any thread; never blocks. The one failure there is, a full counter, leaves it readable, which is all that is wanted.
+  // Any thread; never blocks. The one failure there is, a full counter, leaves it readable, which is all that is
+  // wanted.
   void signal() noexcept {
     const std::uint64_t one = 1;
     while (::write(fd_.get(), &one, sizeof one) < 0 && errno == EINTR) {

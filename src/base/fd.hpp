@@ -20,7 +20,8 @@ class Fd {
     return *this;
   }
 
-  // Another descriptor of the same thing, closed on exec; the argument stays its owner's. Invalid, with errno, on failure.
+  // Another descriptor of the same thing, closed on exec; the argument stays its owner's. Invalid, with errno, on
+  // failure.
   [[nodiscard]] static Fd duplicate(int borrowed) noexcept { return Fd(::fcntl(borrowed, F_DUPFD_CLOEXEC, 0)); }
 
   [[nodiscard]] int get() const noexcept { return fd_; }

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Design notes. A ring must never be missed: either the sleeper sees the new count of rings, or the ringer sees that there
-// is a sleeper. The ringer writes `rings` and then reads `sleepers`; the sleeper writes `sleepers` and then reads `rings`.
-// All four are sequentially consistent, so not both reads can miss. When the ringer does see a sleeper that has not
-// gone to sleep yet, the kernel compares `rings` once more under its own lock and sends it back.
+// Design notes. A ring must never be missed: either the sleeper sees the new count of rings, or the ringer sees that
+// there is a sleeper. The ringer writes `rings` and then reads `sleepers`; the sleeper writes `sleepers` and then reads
+// `rings`. All four are sequentially consistent, so not both reads can miss. When the ringer does see a sleeper that
+// has not gone to sleep yet, the kernel compares `rings` once more under its own lock and sends it back.
 //
-// A process that is killed in its sleep leaves `sleepers` too high for ever. That costs later rings a system call, no more.
-// `rings` wraps: a sleeper would have to miss exactly 2^32 rings between its ticket and its wait.
+// A process that is killed in its sleep leaves `sleepers` too high for ever. That costs later rings a system call, no
+// more. `rings` wraps: a sleeper would have to miss exactly 2^32 rings between its ticket and its wait.
 #include "base/futex.hpp"
 
 #include <linux/futex.h>

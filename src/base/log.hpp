@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the core has to say. Nothing is printed here: messages wait in a bounded buffer until Python fetches them and gives
-// them to its own logging.
+// What the core has to say. Nothing is printed here: messages wait in a bounded buffer until Python fetches them and
+// gives them to its own logging.
 #pragma once
 
 #include <cstdint>
@@ -46,11 +46,11 @@ class LogBuffer {
 
 }  // namespace commlib
 
-// COMMLIB_LOG(buffer, level, format, …): `buffer` is a LogBuffer* and may be null. The arguments are evaluated only when the
-// message is wanted.
-#define COMMLIB_LOG(buffer, level, ...)                                                          \
-  do {                                                                                           \
-    ::commlib::LogBuffer* const commlib_log_buffer = (buffer);                                   \
-    if (commlib_log_buffer != nullptr && commlib_log_buffer->is_wanted(level))                   \
-      commlib_log_buffer->push_format((level), __VA_ARGS__);                                     \
+// COMMLIB_LOG(buffer, level, format, …): `buffer` is a LogBuffer* and may be null. The arguments are evaluated only
+// when the message is wanted.
+#define COMMLIB_LOG(buffer, level, ...)                                        \
+  do {                                                                         \
+    ::commlib::LogBuffer* const commlib_log_buffer = (buffer);                 \
+    if (commlib_log_buffer != nullptr && commlib_log_buffer->is_wanted(level)) \
+      commlib_log_buffer->push_format((level), __VA_ARGS__);                   \
   } while (false)

@@ -16,8 +16,8 @@ namespace commlib {
 
 namespace {
 
-// Blocks all signals of this thread while it lives. A thread made meanwhile inherits that: signals belong to the program's
-// own threads, and a handler of Python's must not run on ours.
+// Blocks all signals of this thread while it lives. A thread made meanwhile inherits that: signals belong to the
+// program's own threads, and a handler of Python's must not run on ours.
 class SignalsBlocked {
  public:
   SignalsBlocked() noexcept {
@@ -72,8 +72,8 @@ void Runner::start() {
   if (cpus_.empty()) return;
   if (const int os_error = bind_thread(thread_.native_handle(), cpus_); os_error != 0) {
     stop();
-    throw Error(Errc::kConfig, "cannot bind thread " + name_ + " to the CPUs it was given: " +
-                                   std::generic_category().message(os_error));
+    throw Error(Errc::kConfig, "cannot bind thread " + name_ +
+                                   " to the CPUs it was given: " + std::generic_category().message(os_error));
   }
 }
 

@@ -35,8 +35,8 @@ inline constexpr std::uint32_t kDefaultFloatModes = 0x1F80;
 [[nodiscard]] inline std::uint32_t float_modes() noexcept { return _mm_getcsr() & ~std::uint32_t{0x3F}; }
 inline void set_float_modes(std::uint32_t modes) noexcept { _mm_setcsr(modes); }
 
-// Sixteen 16-bit floats (float16: halves, bfloat16: brains) to float32, and back to nearest even with every NaN the same, in
-// functions that are COMMLIB_HALF and only run where has_half_instructions(). Any alignment.
+// Sixteen 16-bit floats (float16: halves, bfloat16: brains) to float32, and back to nearest even with every NaN the
+// same, in functions that are COMMLIB_HALF and only run where has_half_instructions(). Any alignment.
 [[nodiscard]] inline bool has_half_instructions() noexcept {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
 }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Design notes. The blocks cover the range without gaps, and no two neighbours are both free. A free block knows which part
-// of it may have pages (BlockTree::Block). When more than `keep_bytes` of such memory lies about in runs that are worth a
-// system call, the highest of it is punched: the lowest is what the next allocation will get.
+// Design notes. The blocks cover the range without gaps, and no two neighbours are both free. A free block knows which
+// part of it may have pages (BlockTree::Block). When more than `keep_bytes` of such memory lies about in runs that are
+// worth a system call, the highest of it is punched: the lowest is what the next allocation will get.
 //
-// A range that is being punched is not free meanwhile, so that nobody is given memory that is about to vanish, and the lock
-// need not be held during the system call.
+// A range that is being punched is not free meanwhile, so that nobody is given memory that is about to vanish, and the
+// lock need not be held during the system call.
 #include "memory/arena.hpp"
 
 #include <algorithm>

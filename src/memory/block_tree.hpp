@@ -28,8 +28,8 @@ class BlockTree {
     [[nodiscard]] std::uint64_t resident_bytes() const noexcept { return resident_end - resident_begin; }
   };
 
-  // What the search looks for, chosen by the arena: `paged_align` is the alignment of large blocks, and a free block with
-  // at least `least_punch` resident bytes is worth punching.
+  // What the search looks for, chosen by the arena: `paged_align` is the alignment of large blocks, and a free block
+  // with at least `least_punch` resident bytes is worth punching.
   BlockTree(std::uint64_t paged_align, std::uint64_t least_punch);
 
   // Makes sure that the next `blocks` calls of insert need no memory. May throw std::bad_alloc.
@@ -40,7 +40,7 @@ class BlockTree {
   void replace(Index index, const Block& block) noexcept;  // same offset
 
   [[nodiscard]] const Block& at(Index index) const noexcept { return nodes_[index].block; }
-  [[nodiscard]] Index find(std::uint64_t offset) const noexcept;  // the block that begins there
+  [[nodiscard]] Index find(std::uint64_t offset) const noexcept;    // the block that begins there
   [[nodiscard]] Index before(std::uint64_t offset) const noexcept;  // the last one that begins before
   [[nodiscard]] std::size_t count() const noexcept { return count_; }
 

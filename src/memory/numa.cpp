@@ -104,7 +104,8 @@ NumaAnswer bind_to_node(const NumaTopology& topology, void* data, std::size_t by
 
   const auto begin = reinterpret_cast<std::uintptr_t>(data) / page_bytes() * page_bytes();
   const auto end = reinterpret_cast<std::uintptr_t>(data) + bytes;
-  // Preferred, not bound: a full node must not end in the out-of-memory killer. The kernel wants one bit more than it reads.
+  // Preferred, not bound: a full node must not end in the out-of-memory killer. The kernel wants one bit more than it
+  // reads.
   if (::syscall(SYS_mbind, begin, end - begin, MPOL_PREFERRED, mask.data(), kMostNodes + 1UL, 0U) == 0) {
     return NumaAnswer::kBound;
   }

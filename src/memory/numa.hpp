@@ -15,7 +15,8 @@ struct NumaNode {
 
 class NumaTopology {
  public:
-  // Reads nodes from `directory`. One that is missing or cannot be understood gives an empty topology: a kernel without NUMA.
+  // Reads nodes from `directory`. One that is missing or cannot be understood gives an empty topology: a kernel without
+  // NUMA.
   [[nodiscard]] static NumaTopology read(const std::string& directory = "/sys/devices/system/node");
 
   [[nodiscard]] const std::vector<NumaNode>& nodes() const noexcept { return nodes_; }  // by id

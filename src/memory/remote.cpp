@@ -14,11 +14,15 @@ using Call = ssize_t (*)(pid_t, const iovec*, unsigned long, const iovec*, unsig
 
 Errc code_of(int os_error) noexcept {
   switch (os_error) {
-    case ESRCH: return Errc::kPeerLost;
+    case ESRCH:
+      return Errc::kPeerLost;
     case EPERM:
-    case ENOSYS: return Errc::kUnsupported;
-    case ENOMEM: return Errc::kOutOfMemory;
-    default: return Errc::kInternal;
+    case ENOSYS:
+      return Errc::kUnsupported;
+    case ENOMEM:
+      return Errc::kOutOfMemory;
+    default:
+      return Errc::kInternal;
   }
 }
 

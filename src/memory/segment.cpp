@@ -23,15 +23,14 @@ Segment::Segment(int borrowed, std::size_t bytes) : Segment(Fd::duplicate(borrow
 
 Segment::Segment(Fd fd, std::size_t bytes) : fd_(std::move(fd)), bytes_(bytes) {
   if (!fd_.is_valid()) throw_os_error("cannot duplicate the descriptor of a segment", errno);
-  struct stat status {};
+  struct stat status{};
   if (::fstat(fd_.get(), &status) != 0) throw_os_error("fstat of a segment", errno);
   if (static_cast<std::uint64_t>(status.st_size) < bytes) {
     throw Error(Errc::kConfig, "a segment of " + std::to_string(bytes) + " bytes was announced, but its file has " +
                                    std::to_string(status.st_size));
   }
   if (bytes == 0) return;  // mmap refuses that
-  void* const mapped =
-      ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_.get(), 0);
+  void* const mapped = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_.get(), 0);
   if (mapped == MAP_FAILED) throw_os_error("cannot map a segment of " + std::to_string(bytes) + " bytes", errno);
   data_ = static_cast<std::byte*>(mapped);
 }

@@ -13,8 +13,8 @@ class Segment {
  public:
   Segment() noexcept = default;  // none: data() is null
 
-  // Maps the first `bytes` of `borrowed`, which is duplicated: the caller keeps, and may close, its own. Sparse files stay
-  // sparse. Throws Error, kConfig if the file is shorter than that (a use of the rest would be SIGBUS).
+  // Maps the first `bytes` of `borrowed`, which is duplicated: the caller keeps, and may close, its own. Sparse files
+  // stay sparse. Throws Error, kConfig if the file is shorter than that (a use of the rest would be SIGBUS).
   Segment(int borrowed, std::size_t bytes);
 
   // A new memfd of `bytes` zeros, none of them resident. Throws Error.
@@ -28,8 +28,8 @@ class Segment {
   [[nodiscard]] std::size_t bytes() const noexcept { return bytes_; }
   [[nodiscard]] int descriptor() const noexcept { return fd_.get(); }  // stays the segment's
 
-  // Gives the whole pages inside the range back to the system, in all processes; they read as zeros afterwards. False if the
-  // system would not (then nothing has changed).
+  // Gives the whole pages inside the range back to the system, in all processes; they read as zeros afterwards. False
+  // if the system would not (then nothing has changed).
   bool punch(std::size_t offset, std::size_t bytes) const noexcept;
 
   // Asks for huge pages, which the system grants or not (/sys/kernel/mm/transparent_hugepage/shmem_enabled).

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Design notes. The loops are those of ops.hpp, with elements that are float32 once they are loaded. They exist twice: as the
-// compiler makes them, cloned for several instruction sets, and in chunks of 16 elements with the conversions of simd.hpp,
-// which are several times as fast, for processors that have them. The portable loop always does what the chunks have left, be
-// that the odd end or everything: nothing can fall between. Both give the same bits.
+// Design notes. The loops are those of ops.hpp, with elements that are float32 once they are loaded. They exist twice:
+// as the compiler makes them, cloned for several instruction sets, and in chunks of 16 elements with the conversions of
+// simd.hpp, which are several times as fast, for processors that have them. The portable loop always does what the
+// chunks have left, be that the odd end or everything: nothing can fall between. Both give the same bits.
 #include "reduce/half.hpp"
 
 #include <type_traits>
@@ -18,9 +18,7 @@ namespace {
 
 constexpr std::size_t kChunk = 16;
 
-std::size_t whole_chunks(std::size_t count) noexcept {
-  return has_half_instructions() ? count / kChunk * kChunk : 0;
-}
+std::size_t whole_chunks(std::size_t count) noexcept { return has_half_instructions() ? count / kChunk * kChunk : 0; }
 
 template <class T>
 COMMLIB_HALF inline void load_chunk(float* to, const void* from, std::size_t first) noexcept {
@@ -82,10 +80,14 @@ template <class Half, class Loop = CombineLoop>
 [[gnu::always_inline]] inline void combine_form(HalfForm form, ReduceOp op, double divisor, void* to, const void* a,
                                                 const void* b, std::size_t count) noexcept {
   switch (form) {
-    case HalfForm::kWhole: return combine_as<Half, Half, Half, Loop>(op, divisor, to, a, b, count);
-    case HalfForm::kStart: return combine_as<float, Half, Half, Loop>(op, divisor, to, a, b, count);
-    case HalfForm::kMiddle: return combine_as<float, float, Half, Loop>(op, divisor, to, a, b, count);
-    case HalfForm::kFinish: return combine_as<Half, float, Half, Loop>(op, divisor, to, a, b, count);
+    case HalfForm::kWhole:
+      return combine_as<Half, Half, Half, Loop>(op, divisor, to, a, b, count);
+    case HalfForm::kStart:
+      return combine_as<float, Half, Half, Loop>(op, divisor, to, a, b, count);
+    case HalfForm::kMiddle:
+      return combine_as<float, float, Half, Loop>(op, divisor, to, a, b, count);
+    case HalfForm::kFinish:
+      return combine_as<Half, float, Half, Loop>(op, divisor, to, a, b, count);
   }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// 16-bit floats to float32 and back, to nearest even. NaN stays NaN, and is always the same quiet one when narrowed. The same
-// bits on every processor.
+// 16-bit floats to float32 and back, to nearest even. NaN stays NaN, and is always the same quiet one when narrowed.
+// The same bits on every processor.
 #pragma once
 
 #include <bit>
@@ -11,8 +11,8 @@
 
 namespace commlib {
 
-// In all of these `dtype` is kFloat16 or kBfloat16. 16-bit buffers may have any alignment; a destination may be the very
-// address of a source of the same width, else it overlaps none. An Average is summed, and divided by `divisor`.
+// In all of these `dtype` is kFloat16 or kBfloat16. 16-bit buffers may have any alignment; a destination may be the
+// very address of a source of the same width, else it overlaps none. An Average is summed, and divided by `divisor`.
 
 // What the two sides and the result of combine_half are.
 enum class HalfForm {
@@ -35,8 +35,8 @@ void combine_half_portable(DType dtype, HalfForm form, ReduceOp op, double divis
 void widen_portable(DType dtype, float* to, const void* from, std::size_t count) noexcept;
 void narrow_portable(DType dtype, void* to, const float* from, std::size_t count) noexcept;
 
-// One element each. There are no branches, and a choice by mask cannot be made one as `?:` can, so that loops over them are
-// vectorised.
+// One element each. There are no branches, and a choice by mask cannot be made one as `?:` can, so that loops over them
+// are vectorised.
 
 [[nodiscard, gnu::always_inline]] inline std::uint32_t choose(bool condition, std::uint32_t yes,
                                                               std::uint32_t no) noexcept {

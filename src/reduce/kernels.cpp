@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Design notes. For each operation there is one template (ops.hpp), always inlined, and for each dtype a thin function that
-// holds the loops of all operations and is cloned for several instruction sets (base/simd.hpp).
+// Design notes. For each operation there is one template (ops.hpp), always inlined, and for each dtype a thin function
+// that holds the loops of all operations and is cloned for several instruction sets (base/simd.hpp).
 #include "reduce/kernels.hpp"
 
 #include <bit>
@@ -87,16 +87,25 @@ COMMLIB_CLONES void combine_float64(ReduceOp op, double divisor, void* to, const
 void combine(DType dtype, ReduceOp op, double divisor, void* to, const void* a, const void* b,
              std::size_t count) noexcept {
   switch (dtype) {
-    case DType::kBool: return combine_bool(op, divisor, to, a, b, count);
-    case DType::kUint8: return combine_uint8(op, divisor, to, a, b, count);
-    case DType::kInt8: return combine_int8(op, divisor, to, a, b, count);
-    case DType::kInt16: return combine_int16(op, divisor, to, a, b, count);
-    case DType::kInt32: return combine_int32(op, divisor, to, a, b, count);
-    case DType::kInt64: return combine_int64(op, divisor, to, a, b, count);
-    case DType::kFloat32: return combine_float32(op, divisor, to, a, b, count);
-    case DType::kFloat64: return combine_float64(op, divisor, to, a, b, count);
+    case DType::kBool:
+      return combine_bool(op, divisor, to, a, b, count);
+    case DType::kUint8:
+      return combine_uint8(op, divisor, to, a, b, count);
+    case DType::kInt8:
+      return combine_int8(op, divisor, to, a, b, count);
+    case DType::kInt16:
+      return combine_int16(op, divisor, to, a, b, count);
+    case DType::kInt32:
+      return combine_int32(op, divisor, to, a, b, count);
+    case DType::kInt64:
+      return combine_int64(op, divisor, to, a, b, count);
+    case DType::kFloat32:
+      return combine_float32(op, divisor, to, a, b, count);
+    case DType::kFloat64:
+      return combine_float64(op, divisor, to, a, b, count);
     case DType::kFloat16:
-    case DType::kBfloat16: return combine_half(dtype, HalfForm::kWhole, op, divisor, to, a, b, count);
+    case DType::kBfloat16:
+      return combine_half(dtype, HalfForm::kWhole, op, divisor, to, a, b, count);
   }
 }
 
@@ -138,10 +147,14 @@ COMMLIB_CLONES void add_int64(std::int64_t* sums, const void* from, std::size_t 
 
 void add_to_int64(DType dtype, std::int64_t* sums, const void* from, std::size_t count) noexcept {
   switch (item_bytes(dtype)) {
-    case 1: return dtype == DType::kUint8 ? add_uint8(sums, from, count) : add_int8(sums, from, count);
-    case 2: return add_int16(sums, from, count);
-    case 4: return add_int32(sums, from, count);
-    default: return add_int64(sums, from, count);
+    case 1:
+      return dtype == DType::kUint8 ? add_uint8(sums, from, count) : add_int8(sums, from, count);
+    case 2:
+      return add_int16(sums, from, count);
+    case 4:
+      return add_int32(sums, from, count);
+    default:
+      return add_int64(sums, from, count);
   }
 }
 
@@ -165,10 +178,14 @@ COMMLIB_CLONES void floor_divide_64(void* to, const std::int64_t* sums, std::int
 // Only the width matters: the low bits are the same for signed and unsigned results.
 void floor_divide(DType dtype, void* to, const std::int64_t* sums, std::int64_t divisor, std::size_t count) noexcept {
   switch (item_bytes(dtype)) {
-    case 1: return floor_divide_8(to, sums, divisor, count);
-    case 2: return floor_divide_16(to, sums, divisor, count);
-    case 4: return floor_divide_32(to, sums, divisor, count);
-    default: return floor_divide_64(to, sums, divisor, count);
+    case 1:
+      return floor_divide_8(to, sums, divisor, count);
+    case 2:
+      return floor_divide_16(to, sums, divisor, count);
+    case 4:
+      return floor_divide_32(to, sums, divisor, count);
+    default:
+      return floor_divide_64(to, sums, divisor, count);
   }
 }
 

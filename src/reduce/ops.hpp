@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operations, for one element, and the loop around them. All of it is inlined into functions that are compiled for several
-// instruction sets.
+// The operations, for one element, and the loop around them. All of it is inlined into functions that are compiled for
+// several instruction sets.
 #pragma once
 
 #include <cstddef>
@@ -81,8 +81,8 @@ struct Max {
   }
 };
 
-// An element as a number, and back. 16-bit floats say themselves how (half.hpp); all others are numbers. Every NaN is stored
-// as the same one: which of two NaNs an addition keeps would depend on how it was compiled.
+// An element as a number, and back. 16-bit floats say themselves how (half.hpp); all others are numbers. Every NaN is
+// stored as the same one: which of two NaNs an addition keeps would depend on how it was compiled.
 template <class T>
 [[gnu::always_inline]] inline auto load(T element) noexcept {
   if constexpr (std::is_class_v<T>) {
@@ -102,8 +102,8 @@ template <class T, class Number>
   }
 }
 
-// to[i] = a[i] ∘ b[i]. `ivdep` says that `to` is `a` or `b` or overlaps neither, which the compiler would else test at run
-// time, to take a slow loop in place.
+// to[i] = a[i] ∘ b[i]. `ivdep` says that `to` is `a` or `b` or overlaps neither, which the compiler would else test at
+// run time, to take a slow loop in place.
 struct CombineLoop {
   template <class To, class A, class B, class Op>
   [[gnu::always_inline]] static void run(Op op, void* to, const void* a, const void* b, std::size_t count) noexcept {
@@ -129,10 +129,14 @@ template <class To, class A, class B, class Loop = CombineLoop>
         if (divisor != 1) return Loop::template run<To, A, B>(mean, to, a, b, count);
       }
       [[fallthrough]];
-    case ReduceOp::kSum: return Loop::template run<To, A, B>(Sum{}, to, a, b, count);
-    case ReduceOp::kMin: return Loop::template run<To, A, B>(Min{}, to, a, b, count);
-    case ReduceOp::kMax: return Loop::template run<To, A, B>(Max{}, to, a, b, count);
-    case ReduceOp::kProduct: return Loop::template run<To, A, B>(Product{}, to, a, b, count);
+    case ReduceOp::kSum:
+      return Loop::template run<To, A, B>(Sum{}, to, a, b, count);
+    case ReduceOp::kMin:
+      return Loop::template run<To, A, B>(Min{}, to, a, b, count);
+    case ReduceOp::kMax:
+      return Loop::template run<To, A, B>(Max{}, to, a, b, count);
+    case ReduceOp::kProduct:
+      return Loop::template run<To, A, B>(Product{}, to, a, b, count);
   }
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Design notes. What the loops of kernels.hpp cannot do in one pass over two buffers is done block by block, with an
-// accumulator that never leaves the first-level cache: every input is read once, the output is written once, and all inputs of a
-// block are read before its output is written, so that the output may lie where an input lay.
+// accumulator that never leaves the first-level cache: every input is read once, the output is written once, and all
+// inputs of a block are read before its output is written, so that the output may lie where an input lay.
 #include "reduce/reduce.hpp"
 
 #include <algorithm>
@@ -16,12 +16,12 @@ namespace commlib {
 
 namespace {
 
-// So small that the processor already fetches the next block of one input while it still adds the last of this one: with
-// four inputs of 32 MiB, 1 KiB is as fast as memory and 8 KiB is half as fast.
+// So small that the processor already fetches the next block of one input while it still adds the last of this one:
+// with four inputs of 32 MiB, 1 KiB is as fast as memory and 8 KiB is half as fast.
 constexpr std::size_t kBlockBytes = 1024;
 
-// A framework may have told the calling thread to flush subnormals or to round otherwise. Other threads work on other parts
-// of the same tensor, so the modes must be the same for all.
+// A framework may have told the calling thread to flush subnormals or to round otherwise. Other threads work on other
+// parts of the same tensor, so the modes must be the same for all.
 class DefaultFloatModes {
  public:
   DefaultFloatModes() noexcept : before_(float_modes()) {
@@ -59,7 +59,8 @@ void copy(DType dtype, void* destination, const void* source, std::size_t count)
   if (destination != source && count > 0) std::memcpy(destination, source, count * item_bytes(dtype));
 }
 
-// All but 16-bit floats and Averages of integers: the accumulator is of the dtype itself. A divisor of 1 divides nothing.
+// All but 16-bit floats and Averages of integers: the accumulator is of the dtype itself. A divisor of 1 divides
+// nothing.
 void reduce_plain(DType dtype, ReduceOp op, void* destination, const Inputs& in, double divisor) noexcept {
   if (in.n == 1 && divisor == 1) return copy(dtype, destination, in.sources[0], in.count);
   if (in.n == 1) return divide(dtype, destination, in.sources[0], divisor, in.count);

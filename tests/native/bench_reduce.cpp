@@ -3,7 +3,8 @@
 //
 //   reduce <dtype> <op> n=<inputs> bytes=<each> <in-place|apart> <GB/s>
 //
-// GB/s counts each input read once and the output written once; a copy likewise. Best of several runs, one thread, CPU time.
+// GB/s counts each input read once and the output written once; a copy likewise. Best of several runs, one thread, CPU
+// time.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -45,11 +46,16 @@ struct Case {
 };
 
 constexpr Case kCases[] = {
-    {"float32", DType::kFloat32, "sum", ReduceOp::kSum},     {"float32", DType::kFloat32, "average", ReduceOp::kAverage},
-    {"float64", DType::kFloat64, "sum", ReduceOp::kSum},     {"float16", DType::kFloat16, "sum", ReduceOp::kSum},
-    {"float16", DType::kFloat16, "average", ReduceOp::kAverage}, {"bfloat16", DType::kBfloat16, "sum", ReduceOp::kSum},
-    {"bfloat16", DType::kBfloat16, "average", ReduceOp::kAverage}, {"float32", DType::kFloat32, "max", ReduceOp::kMax},
-    {"int32", DType::kInt32, "sum", ReduceOp::kSum},         {"int32", DType::kInt32, "average", ReduceOp::kAverage},
+    {"float32", DType::kFloat32, "sum", ReduceOp::kSum},
+    {"float32", DType::kFloat32, "average", ReduceOp::kAverage},
+    {"float64", DType::kFloat64, "sum", ReduceOp::kSum},
+    {"float16", DType::kFloat16, "sum", ReduceOp::kSum},
+    {"float16", DType::kFloat16, "average", ReduceOp::kAverage},
+    {"bfloat16", DType::kBfloat16, "sum", ReduceOp::kSum},
+    {"bfloat16", DType::kBfloat16, "average", ReduceOp::kAverage},
+    {"float32", DType::kFloat32, "max", ReduceOp::kMax},
+    {"int32", DType::kInt32, "sum", ReduceOp::kSum},
+    {"int32", DType::kInt32, "average", ReduceOp::kAverage},
     {"uint8", DType::kUint8, "sum", ReduceOp::kSum},
 };
 
@@ -70,7 +76,8 @@ void measure(std::size_t bytes, std::size_t n) {
   std::snprintf(line, sizeof line, "copy - - n=1 bytes=%zu apart", bytes);
   report(line, best_seconds([&] {
            for (std::size_t i = 0; i < repeats; ++i) std::memcpy(segments[1].data(), segments[0].data(), bytes);
-         }), 2);
+         }),
+         2);
   for (const Case& one : kCases) {
     for (const bool in_place : {true, false}) {
       void* const destination = segments[in_place ? 0 : n].data();

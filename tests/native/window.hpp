@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gigabytes of addresses over a few megabytes of memory, for tests of large sizes: one tile mapped again and again, and a
-// last page that occurs once.
+// Gigabytes of addresses over a few megabytes of memory, for tests of large sizes: one tile mapped again and again, and
+// a last page that occurs once.
 #pragma once
 
 #include <doctest/doctest.h>
-
 #include <sys/mman.h>
 
 #include <cstring>

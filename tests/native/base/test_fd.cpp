@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
-
 #include <fcntl.h>
 #include <poll.h>
 #include <sched.h>

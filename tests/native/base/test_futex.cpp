@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
-
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -93,8 +92,8 @@ TEST_CASE("one ring wakes all sleepers of a doorbell") {
 
 TEST_CASE("a signal ends a wait on a doorbell early") {
   Doorbell doorbell;
-  struct sigaction action {};
-  struct sigaction before {};
+  struct sigaction action{};
+  struct sigaction before{};
   action.sa_handler = [](int) {};
   sigaction(SIGUSR1, &action, &before);
   std::atomic<bool> done{false};

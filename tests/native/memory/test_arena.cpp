@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
-
 #include <sys/resource.h>
 #include <sys/stat.h>
 
@@ -23,7 +22,7 @@ namespace {
 constexpr std::size_t kMiB = std::size_t{1} << 20;
 
 std::size_t resident_bytes(const Segment& segment) {
-  struct stat status {};
+  struct stat status{};
   REQUIRE(::fstat(segment.descriptor(), &status) == 0);
   return static_cast<std::size_t>(status.st_blocks) * 512;
 }
@@ -37,10 +36,14 @@ long page_faults() {
 // Sizes as they occur: many small ones, some of partition size, few large ones.
 std::size_t random_size(std::mt19937_64& random) {
   switch (random() % 8) {
-    case 0: return random() % 3;
-    case 1: return random() % (8 * kMiB);
-    case 2: return random() % (512 * 1024);
-    default: return random() % 5000;
+    case 0:
+      return random() % 3;
+    case 1:
+      return random() % (8 * kMiB);
+    case 2:
+      return random() % (512 * 1024);
+    default:
+      return random() % 5000;
   }
 }
 

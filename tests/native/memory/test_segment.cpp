@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
-
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -18,7 +17,7 @@ using commlib::Segment;
 namespace {
 
 std::size_t resident_bytes(const Segment& segment) {
-  struct stat status {};
+  struct stat status{};
   REQUIRE(::fstat(segment.descriptor(), &status) == 0);
   return static_cast<std::size_t>(status.st_blocks) * 512;
 }
@@ -93,7 +92,7 @@ TEST_CASE("punching gives back the whole pages inside a range, and only those") 
     const bool is_punched = at >= 2 * page && at < 5 * page;
     CHECK(other.data()[at] == std::byte{is_punched ? std::uint8_t{0} : std::uint8_t{1}});
   }
-  CHECK(resident_bytes(segment) == 16 * page);  // reading has made new pages
+  CHECK(resident_bytes(segment) == 16 * page);       // reading has made new pages
   CHECK(segment.punch(8 * page + 1, 2 * page - 2));  // no whole page inside
   CHECK(segment.punch(9 * page + 1, 10));
   CHECK(resident_bytes(segment) == 16 * page);

@@ -118,7 +118,8 @@ TEST_CASE("narrowing rounds to the nearest value, ties to even, up to infinity")
       const std::uint32_t high = low + 1;
       const double low_value = format.decode(low);
       // Beyond the largest value the next one would be 2^(largest exponent + 1), and counts as infinity.
-      const double high_value = high == format.infinity() ? 2 * low_value - format.decode(low - 1) : format.decode(high);
+      const double high_value =
+          high == format.infinity() ? 2 * low_value - format.decode(low - 1) : format.decode(high);
       const double middle = (low_value + high_value) / 2;
       if (middle != static_cast<double>(static_cast<float>(middle))) continue;  // half of the least float32
       const auto middle_float = static_cast<float>(middle);

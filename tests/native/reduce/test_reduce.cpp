@@ -32,19 +32,27 @@ constexpr bool kIsHalf = std::is_same_v<T, Float16> || std::is_same_v<T, Bfloat1
 template <class T>
 T combine(ReduceOp op, T a, T b) {
   switch (op) {
-    case ReduceOp::kMin: return std::isnan(a) ? a : std::isnan(b) ? b : std::min(b, a);
-    case ReduceOp::kMax: return std::isnan(a) ? a : std::isnan(b) ? b : std::max(b, a);
-    case ReduceOp::kProduct: return a * b;
-    default: return a + b;
+    case ReduceOp::kMin:
+      return std::isnan(a) ? a : std::isnan(b) ? b : std::min(b, a);
+    case ReduceOp::kMax:
+      return std::isnan(a) ? a : std::isnan(b) ? b : std::max(b, a);
+    case ReduceOp::kProduct:
+      return a * b;
+    default:
+      return a + b;
   }
 }
 
 __int128 combine(ReduceOp op, __int128 a, __int128 b) {
   switch (op) {
-    case ReduceOp::kMin: return a < b ? a : b;
-    case ReduceOp::kMax: return a > b ? a : b;
-    case ReduceOp::kProduct: return static_cast<std::int64_t>(static_cast<std::uint64_t>(a) * static_cast<std::uint64_t>(b));
-    default: return a + b;
+    case ReduceOp::kMin:
+      return a < b ? a : b;
+    case ReduceOp::kMax:
+      return a > b ? a : b;
+    case ReduceOp::kProduct:
+      return static_cast<std::int64_t>(static_cast<std::uint64_t>(a) * static_cast<std::uint64_t>(b));
+    default:
+      return a + b;
   }
 }
 
@@ -333,8 +341,10 @@ TEST_CASE("two levels: hosts of several sizes give what all ranks together give"
         if constexpr (kIsHalf<T> || std::is_floating_point_v<T>) {
           // Two roundings on the way, so compared with a double, to a few units of the largest partial result.
           const auto value = [](T x) {
-            if constexpr (kIsHalf<T>) return static_cast<double>(x.number());
-            else return static_cast<double>(x);
+            if constexpr (kIsHalf<T>)
+              return static_cast<double>(x.number());
+            else
+              return static_cast<double>(x);
           };
           double sum = value(inputs[0]);
           double largest = std::abs(sum);
