@@ -323,6 +323,8 @@ cdef class Handle:
                     self.synchronous = False
                     return 0
                 PyErr_CheckSignals()
+                if self.worker.core.is_forked():
+                    raise self.worker.session.refusal(<int>Errc.kNotInitialized, None)
                 if deadline < 0:
                     deadline = time.monotonic() + left - kSliceMs / 1000.0
                 left = deadline - time.monotonic()
@@ -330,7 +332,7 @@ cdef class Handle:
                     title = self.worker.session.title(self.name)
                     raise errors.OperationTimeout(f'"{title}" has not completed after {timeout:g} s; it stays in flight')
         finally:
-            if self.synchronous:
+            if self.synchronous and not self.worker.core.is_forked():
                 self.synchronous = False
                 self.worker.core.hand_over(self.operation.get()[0])
 

@@ -413,17 +413,18 @@ void Worker::State::shutdown(int timeout_ms) noexcept {
   fail_rest();
 }
 
-// Both loops have ended; nobody else holds a task.
+// Both loops have ended and no caller is inside: what is left is nobody's.
 void Worker::State::fail_rest() noexcept {
   const Failure failure{Errc::kShutDown, Failure::kNobody};
   if (exchange != nullptr) exchange->fail_all(failure);
   std::vector<RowIndex> rows;
   tasks.rows(&rows);
   for (const RowIndex row : rows) {
-    if (PartTask* task = tasks.held_by_loop(row); task != nullptr) {
-      tasks.remove(*task);
-      finish_part(*task, failure, finished);
-    }
+    PartTask* task = tasks.find(row);
+    if (task == nullptr) continue;
+    task->finished = true;
+    tasks.remove(*task);
+    finish_part(*task, failure, finished);
   }
 }
 

@@ -113,6 +113,11 @@ PartTask* TaskTable::held_by_loop(RowIndex row) noexcept {
   return seen == Holder::kLoop ? task : nullptr;
 }
 
+PartTask* TaskTable::find(RowIndex row) const noexcept {
+  const std::lock_guard lock(mutex_);
+  return slots_[row];
+}
+
 void TaskTable::rows(std::vector<RowIndex>* out) const {
   const std::lock_guard lock(mutex_);
   for (const PartTask* task = head_; task != nullptr; task = task->next) out->push_back(task->row_index);

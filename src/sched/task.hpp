@@ -186,6 +186,8 @@ class TaskTable {
   // For the local loop: the task of a row if the loop holds it. If the submitter still holds it, it is told (kSubmitterMissed).
   // A task that the loop holds is removed by the loop alone, so the pointer stays good.
   [[nodiscard]] PartTask* held_by_loop(RowIndex row) noexcept;
+  // Whoever holds it. Only where nobody else can finish it meanwhile.
+  [[nodiscard]] PartTask* find(RowIndex row) const noexcept;
   // Rows of all tasks in flight.
   void rows(std::vector<RowIndex>* out) const;
   // For each operation in flight that was submitted before `before_ms`: key, name and round. Oldest first, at most `limit`.

@@ -291,6 +291,18 @@ TEST_CASE("an operation in flight when its worker shuts down completes once, wit
   }
 }
 
+TEST_CASE("an operation that its caller never came to wait for completes at shutdown all the same") {
+  Job job({.ranks_per_host = {2}});
+  const Job::Name name = job.declare("t", 4'000);
+  Tensor tensor = make(job.worker(0), 1'000, 4, true);
+  const auto operation = submit(job.worker(0), request_of(Job::record(name), tensor, DType::kFloat32, true));
+  job.worker(0).shutdown(1'000);
+  REQUIRE(operation->completion.done());
+  CHECK(operation->completion.failure().code == Errc::kShutDown);
+  job.worker(0).hand_over(*operation);
+  reap_all(job.worker(0));
+}
+
 TEST_CASE("what a rank that has left never submitted fails on the others, and names it") {
   for (const std::vector<std::uint32_t>& shape : {std::vector<std::uint32_t>{2}, {1, 1}, {2, 1}}) {
     for (const bool before : {false, true}) {
