@@ -274,6 +274,7 @@ class _Attempt:
         )
         client = ControlClient(joined, process)
         self.undo.callback(client.close)
+        self.deadline = time.monotonic() + self.config.connect_timeout_s  # however long the last one was waited for
         return client
 
 

@@ -25,7 +25,7 @@ from commlib.control.loop import ControlLoop
 from commlib.control.registry import describe_name
 from commlib.control.rendezvous import Joined
 from commlib.control.scheduler_process import SchedulerProcess
-from commlib.errors import CommlibError, NotInitializedError, OperationTimeout, PeerLostError, from_code
+from commlib.errors import CommlibError, ConfigError, NotInitializedError, OperationTimeout, PeerLostError, from_code
 
 __all__ = ["ControlClient", "lost_error"]
 
@@ -33,7 +33,7 @@ log = logging.getLogger("commlib")
 
 T = TypeVar("T")
 
-MAX_NAMES_PER_MESSAGE = 4096
+MAX_NAMES_PER_MESSAGE = 1024
 SCHEDULER_ENDS_S = 2.0
 _HERE = "this host"
 
@@ -92,17 +92,16 @@ class ControlClient(Control):
         self._loop.call(use)
 
     def declare(self, names: Sequence[tuple[str, int]]) -> list[m.Declaration]:
-        """See :meth:`Control.declare`. More than 4096 names are declared in several steps."""
+        """See :meth:`Control.declare`. More than 1024 names are declared in several steps."""
         answers: list[m.Declaration] = []
         for start in range(0, len(names), MAX_NAMES_PER_MESSAGE):
-            batch = tuple(
-                (name, int(total_bytes)) for name, total_bytes in names[start : start + MAX_NAMES_PER_MESSAGE]
-            )
+            batch = [(name, int(total_bytes)) for name, total_bytes in names[start : start + MAX_NAMES_PER_MESSAGE]]
             request = next(self._requests)
+            message = _checked(m.Declare(request, tuple(batch)))
             future: Future[tuple[m.Declaration, ...]] = Future()
             with self._usable():
                 self._declared[request] = future
-            self._say(m.Declare(request, batch))
+            self._say(message)
             answers += future.result()
         return answers
 
@@ -110,10 +109,11 @@ class ControlClient(Control):
         self, name: str, round_number: int, signature: m.Signature, timeout_s: float = 10.0
     ) -> m.Verdict:
         """See :meth:`Control.report_mismatch`."""
+        message = _checked(m.Report(name, round_number, signature))
         future: Future[m.Verdict] = Future()
         with self._usable():
             self._verdicts.setdefault((name, round_number), []).append(future)
-        self._say(m.Report(name, round_number, signature))
+        self._say(message)
         try:
             return future.result(timeout_s)
         except FutureTimeout:
@@ -125,12 +125,12 @@ class ControlClient(Control):
     def stalled(self, name: str, round_number: int, waiting_s: float) -> None:
         """See :meth:`Control.stalled`."""
         self._check_process()
-        self._say(m.Stalled(name, round_number, waiting_s))
+        self._say(_checked(m.Stalled(name, round_number, waiting_s)))
 
     def lost(self, rank: int | None, host: str, cause: str) -> None:
         """See :meth:`Control.lost`."""
         self._check_process()
-        self._say(m.Gone(rank, host, cause))
+        self._say(_checked(m.Gone(rank, host, cause)))
 
     def bye(self, timeout_s: float = 5.0) -> None:
         """See :meth:`Control.bye`."""
@@ -140,7 +140,7 @@ class ControlClient(Control):
             if self._gone is not None or self._leaving:
                 return
             self._leaving = True
-        self._say(m.Bye())
+        self._say(_checked(m.Bye()))
         with contextlib.suppress(FutureTimeout, CommlibError):
             self._farewell.result(timeout_s)
 
@@ -154,7 +154,7 @@ class ControlClient(Control):
         self._loop.use(Hooks())
         self._fail_all(NotInitializedError("commlib has been shut down"))
         self._hang_up(flush=True)
-        self._context.term()
+        self._context.destroy()
         os.close(self._alarm_fd)
         if self._process is not None:
             is_last = self._farewell.done() and not self._farewell.exception() and self._farewell.result() == 0
@@ -174,12 +174,12 @@ class ControlClient(Control):
 
     def exchange_endpoints(self, address: str, deadline: float) -> tuple[str, ...]:
         """Say where this local root or server listens; returns where all of them do, by PeerId."""
-        self._say(m.Endpoint(address))
+        self._say(_checked(m.Endpoint(address)))
         return self._wait(self._endpoints, deadline, "where all hosts listen")
 
     def wired(self, deadline: float) -> None:
         """Say that this member is connected to all it must be connected to, and wait until all are."""
-        self._say(m.Wired())
+        self._say(_checked(m.Wired()))
         self._wait(self._go, deadline, "that all members are connected")
 
     def wait_over(self, timeout_s: float | None = None) -> bool:
@@ -216,8 +216,8 @@ class ControlClient(Control):
                 raise copy.copy(self._gone)  # its own, as each raise writes a traceback into it
             yield
 
-    def _say(self, message: m.FromMember) -> None:
-        self._loop.post(lambda: self._line.send(message) if self._gone is None else None)
+    def _say(self, message: bytes) -> None:
+        self._loop.post(lambda: self._line.send_encoded(message) if self._gone is None else None)
 
     # --- Hearing, on the control thread
 
@@ -337,6 +337,16 @@ class ControlClient(Control):
             with contextlib.suppress(OSError):
                 os.close(self._line.connected_fd)
             self._line.connected_fd = -1
+
+
+def _checked(message: m.FromMember) -> bytes:
+    """The message as bytes, if the scheduler will understand it: else somebody would wait for an answer in vain."""
+    try:
+        data = m.encode(message)
+        m.decode_from_member(data)
+    except ValueError as error:  # text that is no text, too, is one
+        raise ConfigError(f"this cannot be said to the scheduler: {error}") from None
+    return data
 
 
 def _settle(future: Future[T], value: T) -> None:

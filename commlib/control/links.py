@@ -158,7 +158,7 @@ class Links:
         self._monitor.close(linger=0)
         self._router.close()
         self._zap.close()
-        self._context.term()
+        self._context.destroy()
 
 
 def _configure(router: zmq.Socket[bytes], options: SchedulerOptions) -> None:

@@ -21,7 +21,7 @@ MAX_PARTS = 1 << 16  # key = declared_key << 16 | part
 CURSOR_ALIGNMENT = 64
 GRANULE_BYTES = 64 * 1024  # consecutive unnamed operations go to consecutive granules, hence to different owners
 
-_UNNAMED = re.compile(r"\0(\w+)\.(\d+)")
+_UNNAMED = re.compile(r"\0(\w+)\.(\d{1,4})", re.ASCII)
 
 
 def unnamed_name(kind: str, index: int) -> str:
@@ -73,13 +73,21 @@ class Registry:
 
     def _reserve(self, kind: str) -> UnnamedKeys:
         keys = UnnamedKeys(self._next_key, self._next_row, self._next_cursor, GRANULE_BYTES)
-        for index in range(UNNAMED_COUNT):
-            entry = _Entry(self._next_key, self._next_cursor, [(self._next_row, 1)])
-            self._entries[unnamed_name(kind, index)] = entry
-            self._next_key += 1
-            self._next_row += 1
-            self._next_cursor += GRANULE_BYTES
+        self._next_key += UNNAMED_COUNT
+        self._next_row += UNNAMED_COUNT
+        self._next_cursor += UNNAMED_COUNT * GRANULE_BYTES
         return keys
+
+    def _unnamed_entry(self, name: str) -> _Entry | None:
+        """What was reserved for an unnamed operation, whether or not somebody has asked for it yet."""
+        match = _UNNAMED.fullmatch(name)
+        if match is None or match[1] not in self.unnamed or int(match[2]) >= UNNAMED_COUNT:
+            return None
+        keys, index = self.unnamed[match[1]], int(match[2])
+        if name != unnamed_name(match[1], index):  # with leading zeros, say
+            return None
+        cursor = keys.first_cursor + index * keys.cursor_stride
+        return self._entries.setdefault(name, _Entry(keys.first_key + index, cursor, [(keys.first_row + index, 1)]))
 
     def parts(self, total_bytes: int) -> int:
         """How many partitions a tensor of `total_bytes` has; an empty one has one."""
@@ -99,7 +107,7 @@ class Registry:
                     f"{describe_name(name)} has {total_bytes} bytes, more than {MAX_PARTS} partitions of "
                     f"{self._partition_bytes}; expected a larger COMMLIB_PARTITION_BYTES"
                 )
-            if name.startswith("\0") and name not in self._entries:
+            if name.startswith("\0") and self._unnamed_entry(name) is None:
                 raise ConfigError(f"names that begin with a zero byte are commlib's own, unlike {name!r}")
             grown[name] = max(parts, grown.get(name, 0))
         rows = sum(max(0, parts - self._parts_of(name)) for name, parts in grown.items())

@@ -54,7 +54,11 @@ class Line:
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ALL)
         endpoint = address if address.startswith("ipc://") else f"tcp://{address}"
         self.socket.ipv6 = "[" in endpoint or _has_only_ipv6(address)
-        self.socket.connect(endpoint)
+        try:
+            self.socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"nothing can be connected to {address!r}: {error.strerror}") from None
 
     def watch(self) -> None:
         """Take note of what has happened to the connection. Call it when `monitor` is readable."""
@@ -81,8 +85,12 @@ class Line:
 
     def send(self, message: m.FromMember) -> None:
         """Queue a message; it leaves when the connection stands."""
+        self.send_encoded(m.encode(message))
+
+    def send_encoded(self, message: bytes) -> None:
+        """The same, for what `encode` made."""
         with contextlib.suppress(zmq.Again):  # there is no connection, and there will be none: `watch` tells
-            self.socket.send(m.encode(message), zmq.NOBLOCK)
+            self.socket.send(message, zmq.NOBLOCK)
 
     def receive(self) -> m.FromScheduler | None:
         """The next message, None if there is none. Raises MalformedMessage."""
@@ -131,6 +139,7 @@ class _Search:
     missing: m.Missing | None = None  # as last told
     foreign: set[str] = field(default_factory=set)  # what answered there does not know the secret
     closed: str = ""  # where the previous job of this id has not ended yet
+    why_closed: str = ""
 
     def __post_init__(self) -> None:
         self.deadline = self.started + self.connect_timeout_s
@@ -215,7 +224,7 @@ class _Search:
                 case m.Missing():
                     self.missing = message
                 case m.Refused(retry=True):
-                    self.closed = line.address
+                    self.closed, self.why_closed = line.address, message.reason
                     return None
                 case m.Refused():
                     raise from_code(message.code, f"cannot join the job: {message.reason}")
@@ -264,7 +273,7 @@ class _Search:
         if joined and self.missing is not None:
             return f"the job still waits for {describe_missing(self.missing)} (scheduler at {where})"
         if self.closed:
-            return f"the previous job of the id {self.hello.job!r} still runs (scheduler at {self.closed})"
+            return f"the job {self.hello.job!r} cannot be joined yet: {self.why_closed} (scheduler at {self.closed})"
         if self.foreign:
             return (
                 f"no scheduler of this job has answered; what listens at {', '.join(sorted(self.foreign))} does not "
@@ -299,21 +308,21 @@ def join(
     try:
         return _Search(context, addresses, keys, hello, connect_timeout_s, peer_timeout_s).run()
     except BaseException:
-        context.term()
+        # Closes what is still open, too: an interruption may have come while a line was being made.
+        context.destroy(linger=0)
         raise
 
 
 def probe(address: str, keys: Keys, job: str, timeout_s: float) -> bool:
     """Does a scheduler of `job` answer at `address` within `timeout_s` seconds?"""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    line = Line(context, address, keys, timeout_s)
     try:
-        line.send(m.Probe(job))
-        end = time.monotonic() + timeout_s
-        while line.socket.poll(max(0, int((end - time.monotonic()) * 1000))):
-            if isinstance(message := line.receive(), m.Here):
-                return message.job == job
-        return False
+        with contextlib.closing(Line(context, address, keys, timeout_s)) as line:
+            line.send(m.Probe(job))
+            end = time.monotonic() + timeout_s
+            while line.socket.poll(max(0, int((end - time.monotonic()) * 1000))):
+                if isinstance(message := line.receive(), m.Here):
+                    return message.job == job
+            return False
     finally:
-        line.close()
-        context.term()
+        context.destroy(linger=0)

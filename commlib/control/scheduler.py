@@ -209,15 +209,14 @@ class Scheduler:
 
     def _refuse_latecomer(self, identity: bytes, hello: m.Hello) -> None:
         here = [p for p in self._roster if p.is_worker and not p.left and p.hello.rank == hello.rank]
-        if self._lost is not None:
-            reason = f"the job has lost a member ({self._lost.host}: {self._lost.cause}); all must be started again"
-        elif hello.role == "worker" and not here:  # it left in order and comes again: the next job of the same name
-            self._send(identity, m.Refused("the previous job of this id has not ended yet", Code.CONFIG, retry=True))
+        if hello.role == "worker" and not here:
+            # It was here and comes again, for the next job of this id, which begins when all have left this one.
+            reason = "the previous job of this id has not ended yet"
+            if self._lost is not None:
+                reason += f", though it has lost a member on {self._lost.host}: {self._lost.cause}"
+            self._send(identity, m.Refused(reason, Code.CONFIG, retry=True))
             return
-        elif here:
-            reason = f"the job is complete and running: its rank {hello.rank} is {here[0]}"
-        else:
-            reason = "the job is complete and running"
+        reason = "the job is complete and running" + (f": its rank {hello.rank} is {here[0]}" if here else "")
         log.warning("refused %s on %s, process %d: %s", hello.role, hello.host, hello.pid, reason)
         self._send(identity, m.Refused(reason, Code.CONFIG))
 

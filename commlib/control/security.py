@@ -16,12 +16,15 @@ import secrets
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import zmq
 from zmq.utils import z85
 
-from commlib.config import Config
 from commlib.errors import ConfigError
+
+if TYPE_CHECKING:
+    from commlib.config import Config
 
 __all__ = ["Keys", "Zap", "derive_keys", "load_secret", "secret_path"]
 

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -64,11 +65,36 @@ def hello(rank: int, size: int, **changes: Any) -> m.Hello:
     return m.Hello(**said | changes)
 
 
+class Leash:
+    """Ends a scheduler when the test says so."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0)
+        self._pulled = False
+
+    def descriptors(self) -> Iterable[int]:
+        return (self._fd,)
+
+    def broken(self) -> bool:
+        return self._pulled
+
+    def release(self) -> None:
+        raise AssertionError("no member has started it")
+
+    def pull(self) -> None:
+        self._pulled = True
+        os.eventfd_write(self._fd, 1)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
 class FakeJob:
     """A scheduler at `address`, and a way to join it. Used as a context; whatever was joined is closed at its end."""
 
     def __init__(self, connect_timeout_s: float = LIMIT_S, peer_timeout_s: float = 30.0, address: str = "127.0.0.1:0"):
         self.keys = derive_keys(b"secret", "job")
+        self.leash = Leash()
         self.scheduler = Scheduler(
             SchedulerOptions(
                 job="job",
@@ -76,7 +102,8 @@ class FakeJob:
                 addresses=(address,),
                 connect_timeout_s=connect_timeout_s,
                 peer_timeout_s=peer_timeout_s,
-            )
+            ),
+            self.leash,
         )
         self.address = self.scheduler.bind()
         self.clients: list[ControlClient] = []
@@ -111,6 +138,9 @@ class FakeJob:
         for client in self.clients:
             client.bye()
             client.close()
+        self.leash.pull()
+        self.ended.exception(LIMIT_S)
+        self.leash.close()
 
 
 class Heard:

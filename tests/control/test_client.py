@@ -26,7 +26,7 @@ from commlib.control.local import LocalControl
 from commlib.control.rendezvous import join
 from commlib.control.scheduler_process import SchedulerProcess, start_scheduler
 from commlib.control.security import derive_keys
-from commlib.errors import NotInitializedError, PeerLostError
+from commlib.errors import CommlibError, ConfigError, NotInitializedError, PeerLostError
 from tests.control.bare import REPOSITORY
 from tests.control.fakes import LIMIT_S, FakeJob, Heard, hello, in_thread
 
@@ -135,6 +135,15 @@ def test_many_threads_may_ask_at_once() -> None:
         asking = [in_thread(lambda i=i: client.declare([(f"{i % 5}", 1)])) for i in range(40)]  # type: ignore[misc]
         answers = [future.result(LIMIT_S)[0] for future in asking]
         assert all(answers[i] == answers[i % 5] for i in range(40))
+
+
+@pytest.mark.parametrize("names", [[("t", -1)], [("t" * 5000, 1)], [("\udc80", 1)], [("t", 1 << 62)]])
+def test_what_the_scheduler_would_not_understand_is_refused_here(names: list[tuple[str, int]]) -> None:
+    with FakeJob() as job:
+        client = job.join(hello(0, 1))
+        with pytest.raises(ConfigError, match="cannot be said"):
+            client.declare(names)
+        assert client.declare([("ü" * 4096, 1)])
 
 
 # --- Hooks
@@ -381,8 +390,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_scheduler_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    from commlib.errors import CommlibError, ConfigError
-
     with pytest.raises(ConfigError, match="unknown"):
         start_scheduler(CONFIG, address="no-such-host.invalid:5555")
     monkeypatch.setattr(sys, "executable", "")
