@@ -51,6 +51,20 @@ struct Worker::State : private ForkGuard::Member {
   void shutdown(int timeout_ms) noexcept;
   void in_forked_child() noexcept override { network.close(); }
 
+  // While one of these lives, shutdown waits. `closing` and `callers` are written and then read crosswise, hence the order.
+  class Inside {
+   public:
+    explicit Inside(State& state) noexcept : state_(state) { state_.callers.fetch_add(1, std::memory_order_seq_cst); }
+    ~Inside() {
+      if (state_.callers.fetch_sub(1, std::memory_order_acq_rel) == 1) futex_wake(state_.callers);
+    }
+    Inside(const Inside&) = delete;
+    Inside& operator=(const Inside&) = delete;
+
+   private:
+    State& state_;
+  };
+
   // Synchronous callers that may sleep in the ready table; 0: none free.
   std::uint32_t take_caller_slot() noexcept;
   void give_back_caller_slot(Operation& operation) noexcept;
@@ -86,7 +100,7 @@ struct Worker::State : private ForkGuard::Member {
   Runner local_runner;
   std::atomic<std::uint32_t> caller_slots{0};  // bit set: taken
   std::atomic<bool> closing{false};
-  std::atomic<std::uint32_t> callers{0};  // threads inside drive(); futex word of shutdown
+  std::atomic<std::uint32_t> callers{0};  // threads inside submit() and drive(); futex word of shutdown
   int spin_us;
 };
 
@@ -254,7 +268,8 @@ void Worker::State::stage_at_submission(PartTask& task, Row::Arrival* arrival) {
 
 Errc Worker::State::submit(const Request& request, std::shared_ptr<Operation>* out) {
   if (::getpid() != pid) return Errc::kNotInitialized;
-  if (closing.load(std::memory_order_acquire)) return Errc::kShutDown;
+  const Inside inside(*this);
+  if (closing.load(std::memory_order_seq_cst)) return Errc::kShutDown;
   if (table.aborted()) return Errc::kPeerLost;
   const std::size_t item = item_bytes(request.dtype);
   const std::uint32_t parts = part_count(request.count * item, options.partition_bytes);
@@ -356,10 +371,8 @@ void Worker::State::give_back_caller_slot(Operation& operation) noexcept {
 
 bool Worker::State::wait(Operation& operation, int timeout_ms) {
   if (operation.caller_slot == 0) return operation.completion.wait(timeout_ms);
-  callers.fetch_add(1, std::memory_order_acq_rel);
-  const bool is_done = drive(operation, timeout_ms < 0 ? INT64_MAX : now_ms() + timeout_ms);
-  if (callers.fetch_sub(1, std::memory_order_acq_rel) == 1) futex_wake(callers);
-  return is_done;
+  const Inside inside(*this);
+  return drive(operation, timeout_ms < 0 ? INT64_MAX : now_ms() + timeout_ms);
 }
 
 bool Worker::State::drive(Operation& operation, std::int64_t deadline_ms) noexcept {
@@ -400,13 +413,13 @@ void Worker::State::hand_over(Operation& operation) noexcept {
 }
 
 void Worker::State::shutdown(int timeout_ms) noexcept {
-  if (::getpid() != pid || closing.exchange(true, std::memory_order_acq_rel)) return;
+  if (::getpid() != pid || closing.exchange(true, std::memory_order_seq_cst)) return;
   table.leave();
   if (exchange != nullptr) {
     network.finish();
     if (options.threads) network.wait_finished(timeout_ms);
   }
-  for (std::uint32_t now; (now = callers.load(std::memory_order_acquire)) != 0;) futex_wait(callers, now, 100);
+  for (std::uint32_t now; (now = callers.load(std::memory_order_seq_cst)) != 0;) futex_wait(callers, now, 100);
   local_runner.stop();
   network_runner.stop();
   network.close();
