@@ -173,7 +173,7 @@ def _configure(router: zmq.Socket[bytes], options: SchedulerOptions) -> None:
 
 def set_heartbeats(socket: zmq.Socket[bytes], peer_timeout_s: float) -> None:
     """Have ZeroMQ's own thread, which no GIL can stop, notice a silent peer after `peer_timeout_s` seconds."""
-    timeout_ms = max(1, int(peer_timeout_s * 1000))
-    socket.heartbeat_ivl = min(int(HEARTBEAT_S * 1000), timeout_ms)
+    timeout_ms = max(100, int(peer_timeout_s * 1000))
+    socket.heartbeat_ivl = min(int(HEARTBEAT_S * 1000), timeout_ms // 3)  # one or two may come late
     socket.heartbeat_timeout = timeout_ms
     socket.heartbeat_ttl = min(timeout_ms, 6_553_500)  # what its 16 bits of tenths of a second can say

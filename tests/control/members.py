@@ -11,9 +11,11 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.lab import Lab
 
 SCRIPT = Path(__file__).with_name("member_main.py")
 SECRET = "the secret of the tests"
@@ -31,9 +33,9 @@ class MemberError(AssertionError):
 class Member:
     """One process. ``member("1 + 1")`` is 2; ``tell`` and ``hear`` are its halves, for what takes others to finish."""
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("COMMLIB_", "MASTER_"))}
-        command = [sys.executable, str(SCRIPT)]
+        command = [*prefix, sys.executable, str(SCRIPT)]
         self.process = subprocess.Popen(
             command, env={**clean, **environ}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
@@ -96,22 +98,31 @@ class Member:
 
 
 class Job:
-    """Workers by rank, and servers, all with the same surroundings. Ended by leaving its ``with`` block."""
+    """Workers by rank, and servers, all with the same surroundings. Ended by leaving its ``with`` block.
 
-    def __init__(self, hosts: list[int], servers: int = 0, **common: str) -> None:
+    With a lab each node is one of its hosts, and servers are on those that come after.
+    """
+
+    def __init__(self, hosts: list[int], servers: int = 0, lab: Lab | None = None, **common: str) -> None:
+        self.lab = lab
         self.id = f"test-{uuid.uuid4().hex}"
         self.common = {"COMMLIB_JOB": self.id, "COMMLIB_SECRET": SECRET, "COMMLIB_ARENA_BYTES": "16M", **common}
         self.hosts = hosts
         self.members: list[Member] = []
         if len(hosts) > 1 or servers:
-            self.common.setdefault("COMMLIB_SCHEDULER", f"127.0.0.1:{free_port()}")
+            address = f"127.0.0.1:{free_port()}" if lab is None else f"{lab.address(0)}:5555"
+            self.common.setdefault("COMMLIB_SCHEDULER", address)
             self.common["COMMLIB_NUM_SERVERS"] = str(servers)
 
-    def environ(self, rank: int) -> dict[str, str]:
-        node, first = 0, 0
-        while rank >= first + self.hosts[node]:
-            first += self.hosts[node]
+    def node(self, rank: int) -> int:
+        node = 0
+        while rank >= sum(self.hosts[: node + 1]):
             node += 1
+        return node
+
+    def environ(self, rank: int) -> dict[str, str]:
+        node = self.node(rank)
+        first = sum(self.hosts[:node])
         return self.common | {
             "COMMLIB_RANK": str(rank),
             "COMMLIB_SIZE": str(sum(self.hosts)),
@@ -120,8 +131,8 @@ class Job:
             "COMMLIB_NODE": f"label-{node}",
         }
 
-    def start(self, environ: Mapping[str, str], role: str = "worker") -> Member:
-        member = Member(environ)
+    def start(self, environ: Mapping[str, str], host: int, role: str = "worker") -> Member:
+        member = Member(environ, () if self.lab is None else self.lab.command(host, []))
         self.members.append(member)
         if role == "worker":
             member.tell("w = connect_worker(Config.from_environment(), table_bytes); w.client.attach(events.hooks())")
@@ -130,10 +141,10 @@ class Job:
         return member
 
     def worker(self, rank: int, **changes: str) -> Member:
-        return self.start(self.environ(rank) | changes)
+        return self.start(self.environ(rank) | changes, self.node(rank))
 
     def server(self) -> Member:
-        return self.start(self.common, "server")
+        return self.start(self.common, len(self.hosts), "server")
 
     def __enter__(self) -> Job:
         return self

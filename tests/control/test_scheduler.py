@@ -15,9 +15,10 @@ import zmq
 
 from commlib.control import agreement
 from commlib.control import messages as m
+from commlib.control.client import ControlClient
 from commlib.control.interface import Hooks
 from commlib.control.links import AddressTaken, Links, SchedulerOptions
-from commlib.control.rendezvous import Line
+from commlib.control.rendezvous import Line, join
 from commlib.control.scheduler import Scheduler
 from commlib.control.security import derive_keys
 from commlib.errors import ConfigError, OperationTimeout, PeerLostError
@@ -463,3 +464,20 @@ def test_a_silent_member_is_lost_after_the_peer_timeout() -> None:
         finally:
             child.kill()
             child.communicate()
+
+
+def test_a_short_peer_timeout_loses_nobody_who_lives() -> None:
+    with FakeJob(peer_timeout_s=0.6) as job:
+        joining = [
+            in_thread(
+                lambda rank=rank: ControlClient(  # type: ignore[misc]
+                    join((job.address,), job.keys, hello(rank, 2), connect_timeout_s=LIMIT_S, peer_timeout_s=0.6)
+                )
+            )
+            for rank in range(2)
+        ]
+        job.clients += [future.result(LIMIT_S) for future in joining]
+        heard = [Heard(client) for client in job.clients]
+        readable, _, _ = select.select(job.clients, [], [], 4.0)
+        assert readable == []
+        assert [one.kinds() for one in heard] == [[], []]
