@@ -544,13 +544,14 @@ cdef class Worker:
             name = f"\0{COLLECTIVE_NAMES[collective]}.{number}"
         key = self.keys.get(name)
         if key is None:
-            if not isinstance(name, str):
-                raise TypeError(f"a name is a str, not a {type(name).__name__}")
             if is_named:
+                name = self.session.checked_name(name)
                 place = self.session.declare(name, nbytes)
             else:
                 place = self.session.unnamed_key(COLLECTIVE_NAMES[collective], number)
             key = self.add_key(name, place[0], place[1], place[2])
+        elif is_named and key.name.startswith("\0"):
+            self.session.checked_name(name)  # refuses it: an unnamed operation has this key
         while not key.record.get().try_take():
             if is_named:
                 raise errors.DuplicateNameError(
@@ -560,7 +561,7 @@ cdef class Worker:
             self.join(key)
         try:
             if key.record.get().rows() < (nbytes + self.partition_bytes - 1) // self.partition_bytes:
-                place = self.session.declare(name, nbytes)
+                place = self.session.declare(key.name, nbytes)
                 self.set_extents(key, place[0], place[1], place[2])
         except BaseException:
             key.record.get().give_back()
@@ -597,7 +598,7 @@ cdef class Worker:
         if name not in self.keys:
             self.add_key(name, declared_key, cursor, extents)
 
-    def knows(self, str name) -> bool:
+    def knows(self, name) -> bool:
         return name in self.keys
 
     cdef int reap(self) except -1:

@@ -27,6 +27,7 @@ log = logging.getLogger("commlib")
 SERVER_BIT = 1 << 31  # kServerBit of src/sched/wire.hpp
 NOBODY = 0xFFFFFFFF  # Failure::kNobody of src/sched/ready_table.hpp
 UNNAMED_MARK = "\0"  # how names of unnamed operations begin
+MAX_NAME_CHARACTERS = 4096  # of Text in commlib/control/messages.py
 VERDICT_TIMEOUT_S = 10.0
 SHUTDOWN_TIMEOUT_S = 5.0
 
@@ -105,10 +106,27 @@ class Session:
 
     def declare_many(self, names: Sequence[tuple[str, int]]) -> None:
         """Number many names, each with its tensor's bytes, in one round trip. Known ones cost nothing."""
-        new = [(name, nbytes) for name, nbytes in names if not self.worker.knows(name)]
+        checked = [(self.checked_name(name), nbytes) for name, nbytes in names]
+        new = [(name, nbytes) for name, nbytes in checked if not self.worker.knows(name)]
         if new:
             for (name, _), found in zip(new, self.wiring.client.declare(new), strict=True):
                 self.worker.add_declared(name, found.declared_key, found.cursor, found.extents)
+
+    @staticmethod
+    def checked_name(name: object) -> str:
+        """A name that others can be told. Raises TypeError for what is no str, ValueError for what cannot be sent."""
+        if not isinstance(name, str):
+            raise TypeError(f"a name is a str, not a {type(name).__name__}")
+        name = str.__str__(name)  # of a subclass, as numpy.str_, only the text can be sent
+        if len(name) > MAX_NAME_CHARACTERS:
+            raise ValueError(f"a name has at most {MAX_NAME_CHARACTERS} characters, not {len(name)}: {name[:40]!r}…")
+        if name.startswith(UNNAMED_MARK):
+            raise ValueError(f"a name does not begin with a zero character: {name!r}")
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name!r} cannot be a name: it has half a surrogate pair in it") from error
+        return name
 
     def unnamed_key(self, kind: str, number: int) -> tuple[int, int, Sequence[tuple[int, int]]]:
         """Key, cursor and row of the recycled name no. `number` of a kind of operation."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One lab for all tests of this folder: a job's hosts come first, its servers after them."""
+"""One lab for all tests of a file: a job's hosts come first, its servers after them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.lab import Lab
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
     """Six hosts: up to four with workers, and two dedicated servers."""
     with Lab(6) as made:
