@@ -168,7 +168,8 @@ def test_labs_stand_side_by_side_and_can_be_cut() -> None:
 
 
 @pytest.mark.lab
-def test_the_rate_of_a_lab_holds() -> None:
+@pytest.mark.parametrize("from_the_start", [True, False])
+def test_the_rate_of_a_lab_holds(from_the_start: bool) -> None:
     script = """
         import os, socket, time
         from tests.launch import announce, give, listen
@@ -186,8 +187,11 @@ def test_the_rate_of_a_lab_holds() -> None:
             listen()
             socket.create_connection(("10.77.0.1", 7000)).sendall(bytes(size))
     """
-    with Lab(2, rate="80mbit") as lab, Job(script, hosts=[1, 1], lab=lab) as job:
+    with Lab(2, rate="80mbit" if from_the_start else "1mbit") as lab, Job(script, hosts=[1, 1], lab=lab) as job:
         job.await_event("listening", ranks=[0])
+        if not from_the_start:
+            lab.pace(0, "80mbit")
+            lab.pace(1, "none")
         job.tell(1, "go")
         took = job.wait(30)[0].value
     assert 0.35 < took < 2.0  # 4 MiB at 10 MB/s

@@ -83,6 +83,10 @@ class Lab:
         """Put the cable back."""
         self._netlab("heal", str(self._checked(host)))
 
+    def pace(self, host: int, rate: str) -> None:
+        """Give a host's link another rate, written as the lab's, while it carries what it carries."""
+        self._netlab("pace", str(self._checked(host)), rate)
+
     def processes(self) -> list[int]:
         """Ids of all processes that run on one of the hosts."""
         listed = [_run(["ip", "netns", "pids", self._namespace(host)]) for host in range(self.n_hosts)]

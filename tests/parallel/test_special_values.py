@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Infinities, NaN, subnormal numbers, the largest and the smallest: nothing is lost, and nothing overflows on the way."""
+"""Infinities, NaN, subnormal numbers, the largest and the smallest: nothing is lost or overflows on the way."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ FLOATS = """
                 assert lost.any() and not lost.all()
             # Numbers without a normal one among them: the sum is exact, and no bit of it may be flushed to zero.
             if op is Sum:
-                few = [np.random.default_rng([2, r]).choice([least, -least, 2 * least], 1023).astype(kind) for r in range(size)]
+                draws = [np.random.default_rng([2, r]).choice([least, -least, 2 * least], 1023) for r in range(size)]
+                few = [draw.astype(kind) for draw in draws]
                 result = commlib.push_pull(few[rank], name=f"{dtype} subnormal", op=Sum)
                 assert np.array_equal(result.astype(np.float64), np.stack(few).astype(np.float64).sum(axis=0))
         # The sum of these may overflow; their average has no reason to. (bfloat16 has the range of its accumulator.)
