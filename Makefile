@@ -55,7 +55,7 @@ format: $(VENV)/.lint ## Lay out all sources as `make lint` wants them
 
 wheel: $(VENV)/.lint ## Source distribution and wheel, in dist/
 	rm -rf dist
-	PIP_CONSTRAINT="$(CURDIR)/constraints.txt" $(BIN)/python -m build --outdir dist
+	PIP_CONSTRAINT="$(CURDIR)/constraints.txt" LDFLAGS="$(LDFLAGS) -Wl,--strip-debug" $(BIN)/python -m build --outdir dist
 
 bench: $(VENV)/.core ## Latency and bandwidth on this machine
 	$(IN_VENV) commlib bench $(BENCH_ARGS)
