@@ -7,14 +7,14 @@ Nothing here knows sockets or clocks: the scheduler passes the time in and sends
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from commlib.control.messages import Signature, StallReport, Verdict
+from commlib.control.messages import Signature, Stalled, StallReport, Verdict
 from commlib.control.registry import describe_name
 
-__all__ = ["REPORT_WINDOW_S", "StallBook", "VerdictBook", "count_ranks", "judge"]
+__all__ = ["REPORT_WINDOW_S", "StallBook", "VerdictBook", "count_ranks", "describe_stall", "judge"]
 
 REPORT_WINDOW_S = 5.0  # how long after the first report the others are waited for
 KEPT_VERDICTS = 4096
@@ -70,6 +70,20 @@ def judge(name: str, round_number: int, reports: Mapping[int, Signature], size: 
     return Verdict(name, round_number, "", text, {})
 
 
+def describe_stall(report: StallReport) -> str:
+    """Who is late, in words."""
+
+    def named(members: Iterable[tuple[int, str]]) -> str:
+        return ", ".join(f"rank {rank} on host {host}" for rank, host in members)
+
+    text = f"{describe_name(report.name, report.round)}: waiting for {report.waiting_s:.0f} s"
+    if not report.missing and not report.silent:
+        return f"{text}, though all ranks have submitted it"
+    if report.missing:
+        text += f"; not submitted by {named(report.missing)}"
+    return text + (f"; no answer from {named(report.silent)}" if report.silent else "")
+
+
 @dataclass
 class _Case:
     deadline: float
@@ -122,10 +136,11 @@ class VerdictBook:
 class _Inquiry:
     name: str
     round: int
+    waiting_s: float
     deadline: float
     askers: set[int]
     waiting_for: set[int]
-    missing: set[int] = field(default_factory=set)
+    missing: set[int]
 
 
 class StallBook:
@@ -135,14 +150,27 @@ class StallBook:
         self._inquiries: dict[int, _Inquiry] = {}
         self._next = 0
 
-    def ask(self, asker: int, name: str, round_number: int, present: Iterable[int], now: float) -> int | None:
-        """A rank asks. Returns the number of the question to put to all who are present, None if it is being put."""
+    def ask(
+        self, asker: int, stalled: Stalled, present: Collection[int], absent: Collection[int], now: float
+    ) -> int | None:
+        """A rank asks. Returns the number of the question to put to all who are present, None if it is being put.
+
+        Those who are absent, having left, are missing without being asked.
+        """
         for inquiry in self._inquiries.values():
-            if (inquiry.name, inquiry.round) == (name, round_number):
+            if (inquiry.name, inquiry.round) == (stalled.name, stalled.round):
                 inquiry.askers.add(asker)
                 return None
         self._next += 1
-        self._inquiries[self._next] = _Inquiry(name, round_number, now + REPORT_WINDOW_S, {asker}, set(present))
+        self._inquiries[self._next] = _Inquiry(
+            stalled.name,
+            stalled.round,
+            stalled.waiting_s,
+            deadline=now + REPORT_WINDOW_S,
+            askers={asker},
+            waiting_for=set(present),
+            missing=set(absent),
+        )
         return self._next
 
     def answer(self, rank: int, query: int, submitted_round: int) -> None:
@@ -172,7 +200,7 @@ class StallBook:
                 tuple((rank, hosts.get(rank, "")) for rank in sorted(ranks))
                 for ranks in (inquiry.missing, inquiry.waiting_for)
             ]
-            report = StallReport(inquiry.name, inquiry.round, named[0], named[1])
+            report = StallReport(inquiry.name, inquiry.round, inquiry.waiting_s, named[0], named[1])
             sent += [(asker, report) for asker in inquiry.askers]
         return sent
 

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from commlib.control.agreement import describe_stall
 from commlib.control.messages import Declaration, Signature, StallReport, Verdict
 
 __all__ = ["Control", "Hooks"]
@@ -16,7 +17,7 @@ log = logging.getLogger("commlib")
 
 
 def _warn_of_stall(report: StallReport) -> None:
-    log.warning("%s", report)
+    log.warning("%s", describe_stall(report))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class Hooks:
     on_scheduler_lost: Callable[[], None] = lambda: None  # declaring new names and the like now fail
     on_over: Callable[[bool], None] = lambda failed: None  # servers only: no worker needs you any more
     submitted_round: Callable[[str], int] = lambda name: 0  # the last round of the name submitted here, 0 if none
-    on_stall: Callable[[StallReport], None] = _warn_of_stall  # the answer to `stalled`
+    on_stall: Callable[[StallReport], None] = _warn_of_stall  # the answer to `stalled`, which is logged by default
     core_fd: int | None = None  # watched, not owned; must stay open until `detach` or `close`
     on_core_event: Callable[[], None] = lambda: None  # core_fd is readable; must read it
     tick_s: float | None = None  # how often to call `on_tick`, in seconds; None: never

@@ -244,6 +244,7 @@ class StallReport(Struct, frozen=True, tag=True):
 
     name: Text
     round: Count
+    waiting_s: Seconds  # how long somebody has waited
     missing: tuple[tuple[Count, Text], ...]
     silent: tuple[tuple[Count, Text], ...]
 

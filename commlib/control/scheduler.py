@@ -277,7 +277,8 @@ class Scheduler:
             return
         workers = [worker for worker in self._roster.workers if not worker.left]
         present = [worker.hello.rank for worker in workers]
-        query = self._stalls.ask(peer.rank, message.name, message.round, present, time.monotonic())
+        absent = self._hosts.keys() - present
+        query = self._stalls.ask(peer.rank, message, present, absent, time.monotonic())
         if query is not None:
             self._send_each(workers, m.Query(query, message.name))
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from commlib.control.agreement import REPORT_WINDOW_S, StallBook, VerdictBook, count_ranks, judge
-from commlib.control.messages import Signature
+from commlib.control.agreement import REPORT_WINDOW_S, StallBook, VerdictBook, count_ranks, describe_stall, judge
+from commlib.control.messages import Signature, Stalled, StallReport
 
 BASE: dict[str, Any] = {"collective": "push_pull", "op": "average", "dtype": "float32", "shape": (3, 4)}
 
@@ -101,7 +101,7 @@ def test_a_rank_that_is_gone_is_not_waited_for() -> None:
 
 def test_a_stall_report_names_who_is_late() -> None:
     book = StallBook()
-    query = book.ask(0, "t", 7, present=[0, 1, 2, 3], now=0.0)
+    query = book.ask(0, Stalled("t", 7, 60.0), present=[0, 1, 2, 3], absent=[], now=0.0)
     assert query is not None
     book.answer(0, query, 7)
     book.answer(1, query, 6)
@@ -116,10 +116,10 @@ def test_a_stall_report_names_who_is_late() -> None:
 
 def test_those_who_ask_the_same_share_the_question() -> None:
     book = StallBook()
-    query = book.ask(0, "t", 7, present=[0, 1], now=0.0)
+    query = book.ask(0, Stalled("t", 7, 60.0), present=[0, 1], absent=[], now=0.0)
     assert query is not None
-    assert book.ask(1, "t", 7, present=[0, 1], now=0.0) is None
-    other = book.ask(1, "t", 8, present=[0, 1], now=0.0)
+    assert book.ask(1, Stalled("t", 7, 60.0), present=[0, 1], absent=[], now=0.0) is None
+    other = book.ask(1, Stalled("t", 8, 60.0), present=[0, 1], absent=[], now=0.0)
     assert other not in (None, query)
     book.answer(0, query, 7)
     book.answer(1, query, 7)
@@ -128,7 +128,7 @@ def test_those_who_ask_the_same_share_the_question() -> None:
 
 def test_who_does_not_answer_or_is_gone_is_reported_as_such() -> None:
     book = StallBook()
-    query = book.ask(0, "t", 7, present=[0, 1, 2], now=0.0)
+    query = book.ask(0, Stalled("t", 7, 60.0), present=[0, 1, 2], absent=[], now=0.0)
     assert query is not None
     book.answer(0, query, 7)
     book.leave(2)
@@ -137,3 +137,21 @@ def test_who_does_not_answer_or_is_gone_is_reported_as_such() -> None:
     ((_, report),) = book.expire(REPORT_WINDOW_S, {})
     assert report.missing == ((2, ""),)
     assert report.silent == ((1, ""),)
+
+
+def test_who_has_left_is_missing_without_being_asked() -> None:
+    book = StallBook()
+    query = book.ask(0, Stalled("t", 7, 60.0), present=[0], absent=[1], now=0.0)
+    assert query is not None
+    book.answer(0, query, 7)
+    ((_, report),) = book.expire(0.0, {1: "a"})
+    assert report.missing == ((1, "a"),)
+
+
+def test_a_stall_in_words() -> None:
+    report = StallReport("t", 7, 61.3, missing=((1, "a"), (3, "b")), silent=((2, "c"),))
+    assert describe_stall(report) == (
+        'tensor "t": waiting for 61 s; not submitted by rank 1 on host a, rank 3 on host b; no answer from '
+        "rank 2 on host c"
+    )
+    assert "though all ranks have submitted it" in describe_stall(StallReport("t", 7, 61.3, (), ()))

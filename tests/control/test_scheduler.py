@@ -321,6 +321,7 @@ def test_a_stall_report_names_ranks_and_hosts_that_are_late() -> None:
         assert (report.name, report.round) == ("t", 5)
         assert report.missing == ((1, "host1"), (3, "host3"))
         assert report.silent == ()
+        assert report.waiting_s == 61.0
 
 
 def test_a_hook_that_fails_makes_its_rank_silent_not_dead(
@@ -467,11 +468,11 @@ def test_a_silent_member_is_lost_after_the_peer_timeout() -> None:
 
 
 def test_a_short_peer_timeout_loses_nobody_who_lives() -> None:
-    with FakeJob(peer_timeout_s=0.6) as job:
+    with FakeJob(peer_timeout_s=1.2) as job:
         joining = [
             in_thread(
                 lambda rank=rank: ControlClient(  # type: ignore[misc]
-                    join((job.address,), job.keys, hello(rank, 2), connect_timeout_s=LIMIT_S, peer_timeout_s=0.6)
+                    join((job.address,), job.keys, hello(rank, 2), connect_timeout_s=LIMIT_S, peer_timeout_s=1.2)
                 )
             )
             for rank in range(2)
