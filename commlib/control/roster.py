@@ -56,7 +56,9 @@ class Roster:
     def __init__(self, job: str) -> None:
         self._job = job
         self._peers: dict[bytes, Peer] = {}
+        self._instances: dict[str, bytes] = {}
         self._gone: set[int] = set()  # ranks
+        self._workers: list[Peer] | None = None  # by rank; None: to be sorted again
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(list(self._peers.values()))
@@ -70,23 +72,31 @@ class Roster:
 
     def add(self, identity: bytes, hello: Hello) -> Peer:
         """Take a member in; then ask `problem`. One that comes again on a new connection takes its own place."""
-        for old in self:
-            if old.hello.instance == hello.instance:
-                self.remove(old.identity)
+        old = self._instances.get(hello.instance)
+        if old is not None:
+            self.remove(old)
         peer = self._peers[identity] = Peer(identity, hello)
+        self._instances[hello.instance] = identity
+        self._workers = None
         return peer
 
     def remove(self, identity: bytes) -> Peer | None:
         """Forget a member."""
         peer = self._peers.pop(identity, None)
-        if peer is not None and peer.rank is not None:
-            self._gone.add(peer.rank)
+        self._workers = None
+        if peer is not None:
+            self._instances.pop(peer.hello.instance, None)
+            if peer.rank is not None:
+                self._gone.add(peer.rank)
         return peer
 
     @property
     def workers(self) -> list[Peer]:
         """By rank."""
-        return sorted((peer for peer in self if peer.is_worker), key=lambda peer: peer.hello.rank)
+        if self._workers is None:
+            workers = (peer for peer in self._peers.values() if peer.is_worker)
+            self._workers = sorted(workers, key=lambda peer: peer.hello.rank)
+        return self._workers
 
     @property
     def servers(self) -> list[Peer]:

@@ -70,6 +70,7 @@ class Scheduler:
         self._stalls = StallBook()
         self._hosts: dict[int, str] = {}  # by rank
         self._identities: dict[int, bytes] = {}  # by rank
+        self._newcomers: list[bytes] = []
         self._refusal: m.Refused | None = None
         self._refused: set[str] = set()  # instances that have heard it
         self._expected = 0  # how many will come to hear it
@@ -98,6 +99,7 @@ class Scheduler:
                     self._drop(identity)
                 else:
                     self._handle(identity, message)
+            self._review()
             if self._tether is not None and self._tether.broken():
                 self._parent_gone()
             if self._tether is None:
@@ -192,20 +194,26 @@ class Scheduler:
         if self._phase is not _Phase.GATHERING:
             self._refuse_latecomer(identity, hello)
             return
-        peer = self._roster.add(identity, hello)
+        log.info("%s has come", self._roster.add(identity, hello))
+        self._newcomers.append(identity)
+
+    def _review(self) -> None:
+        """Look at the members once for all who have just come: for thousands of them this takes a while."""
+        newcomers, self._newcomers = self._newcomers, []
+        if not newcomers or self._phase is not _Phase.GATHERING:
+            return
         problem = self._roster.problem()
-        surplus = self._roster.surplus_server()
         if problem is not None:
             self._refuse(problem, Code.CONFIG)
-        elif surplus is not None:
+            return
+        while (surplus := self._roster.surplus_server()) is not None:
             self._roster.remove(surplus.identity)
             reason = "the workers expect fewer dedicated servers (COMMLIB_NUM_SERVERS)"
             self._send(surplus.identity, m.Refused(reason, Code.CONFIG))
-        else:
-            log.info("%s has joined", peer)
-            self._send(identity, self._roster.missing())
-        if self._refusal is None and self._roster.is_complete():
+        if self._roster.is_complete():
             self._welcome()
+        else:
+            self._links.send_each(newcomers, self._roster.missing())
 
     def _refuse_latecomer(self, identity: bytes, hello: m.Hello) -> None:
         here = [p for p in self._roster if p.is_worker and not p.left and p.hello.rank == hello.rank]
