@@ -25,6 +25,7 @@ using commlib::ReduceOp;
 
 // Without servers, granule g belongs to owner g mod hosts.
 constexpr std::uint64_t kGranule = 65536;
+constexpr std::uint32_t kPerGranule = kGranule / 4;  // of float32
 
 inline commlib::EngineOptions options_of(std::uint32_t hosts, PeerId self = 0, std::uint64_t budget_bytes = 1 << 24) {
   commlib::EngineOptions options;
@@ -68,6 +69,29 @@ inline Frame push(std::uint64_t key, std::uint64_t round, std::uint64_t start, s
   frame.start = start;
   frame.count = count;
   frame.payload_bytes = count * 4;
+  return frame;
+}
+
+inline Frame with_hash(Frame frame, std::uint64_t hash) {
+  frame.hash = hash;
+  return frame;
+}
+
+inline Frame broadcast_from(PeerId root, Frame frame) {
+  frame.collective = Collective::kBroadcast;
+  frame.member = root;
+  return frame;
+}
+
+inline Frame without_payload(Frame frame) {
+  frame.payload_bytes = 0;
+  return frame;
+}
+
+inline Frame barrier(FrameKind kind, std::uint64_t round) {
+  Frame frame = ready(1, round, 0);
+  frame.kind = kind;
+  frame.collective = Collective::kBarrier;
   return frame;
 }
 

@@ -2,8 +2,10 @@
 // Whatever a host sends, the engine says kInternal or makes something of it, and holds nothing when all is over.
 #include <doctest/doctest.h>
 
+#include <cstring>
 #include <functional>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "desk.hpp"
@@ -25,6 +27,18 @@ using desk::ready;
 namespace {
 
 using Change = std::function<void(Frame&)>;
+
+struct Unsent {
+  PeerId to;
+  OutFrame out;
+  std::vector<std::byte> payload;  // as it was when the frame was taken
+
+  Unsent(PeerId peer, const OutFrame& taken)
+      : to(peer), out(taken), payload(taken.payload, taken.payload + taken.frame.payload_bytes) {}
+  [[nodiscard]] bool is_unchanged() const {
+    return payload.empty() || std::memcmp(payload.data(), out.payload, payload.size()) == 0;
+  }
+};
 
 }  // namespace
 
@@ -140,12 +154,14 @@ TEST_CASE("engine: any frames whatever") {
   for (std::uint64_t seed = 0; seed < 600; ++seed) {
     CAPTURE(seed);
     std::mt19937_64 random(seed);
-    const auto pick = [&random](std::initializer_list<std::uint64_t> from) { return from.begin()[random() % from.size()]; };
+    const auto pick = [&random](std::initializer_list<std::uint64_t> from) {
+      return from.begin()[random() % from.size()];
+    };
     const auto hosts = static_cast<std::uint32_t>(2 + random() % 3);
     const bool dedicated = random() % 4 == 0;
     auto options = options_of(hosts, dedicated ? hosts : 0, pick({0, 1000, 1 << 20}));
     Desk desk(options);
-    std::vector<std::pair<PeerId, OutFrame>> unsent;
+    std::vector<Unsent> unsent;
     for (int step = 0; step < 400; ++step) {
       Frame frame;
       const std::uint64_t item = pick({1, 2, 4, 8});
@@ -164,7 +180,8 @@ TEST_CASE("engine: any frames whatever") {
       frame.member = static_cast<std::uint32_t>(random() % 16 == 0 ? random() : random() % hosts);
       frame.whole = static_cast<std::uint32_t>(random() % 16 == 0 ? random() : frame.count <= 100);
       if (is_push || frame.kind == FrameKind::kEager || random() % 16 == 0) {
-        frame.payload_bytes = static_cast<std::uint32_t>(random() % 16 == 0 ? random() : frame.count * pick({4, 4, 4, 8}));
+        frame.payload_bytes =
+            static_cast<std::uint32_t>(random() % 16 == 0 ? random() : frame.count * pick({4, 4, 4, 8}));
       }
       const auto from = static_cast<PeerId>(random() % (hosts + 1));
       if (random() % 8 == 0) {
@@ -181,7 +198,7 @@ TEST_CASE("engine: any frames whatever") {
         const auto peer = static_cast<PeerId>(random() % hosts);
         desk.engine.on_peer_closed(peer);
         desk.egress.discard(peer);
-        std::erase_if(unsent, [peer](const auto& entry) { return entry.first == peer; });
+        std::erase_if(unsent, [peer](const Unsent& entry) { return entry.to == peer; });
       }
       for (PeerId host = 0; host < hosts; ++host) {
         OutFrame out;
@@ -189,13 +206,8 @@ TEST_CASE("engine: any frames whatever") {
       }
       while (!unsent.empty() && random() % 2 == 0) {
         const std::size_t i = random() % unsent.size();
-        // What is on its way can be read until it has left.
-        unsigned sum = 0;
-        for (std::uint32_t at = 0; at < unsent[i].second.frame.payload_bytes; ++at) {
-          sum += std::to_integer<unsigned>(unsent[i].second.payload[at]);
-        }
-        REQUIRE(sum < UINT32_MAX);
-        desk.sent(unsent[i].first, unsent[i].second);
+        REQUIRE(unsent[i].is_unchanged());
+        desk.sent(unsent[i].to, unsent[i].out);
         unsent.erase(unsent.begin() + static_cast<std::ptrdiff_t>(i));
       }
     }
@@ -205,4 +217,41 @@ TEST_CASE("engine: any frames whatever") {
     }
     REQUIRE(desk.is_clean());
   }
+}
+
+TEST_CASE("engine: frames that are not for owners, or not from hosts, are malformed") {
+  commlib::EngineOptions options = options_of(2);
+  options.servers = 1;
+  Desk desk(options);
+  for (int kind = 0; kind < 256; ++kind) {
+    Frame frame = ready(1, 1, 10);
+    frame.start = kGranule;
+    frame.kind = static_cast<FrameKind>(kind);
+    const bool is_ready = frame.kind == FrameKind::kReady;
+    CHECK(desk.send(2, frame) == Errc::kInternal);
+    CHECK(desk.send(0, frame) == Errc::kInternal);
+    CHECK(desk.send(3, frame) == Errc::kInternal);
+    CHECK(desk.send(UINT32_MAX, frame) == Errc::kInternal);
+    CHECK(desk.send(1, frame) == (is_ready ? Errc::kOk : Errc::kInternal));
+    frame.payload_bytes = 40;
+    frame.round = 3;
+    CHECK(desk.send(1, frame) == (frame.kind == FrameKind::kEager ? Errc::kOk : Errc::kInternal));
+  }
+}
+
+TEST_CASE("engine: a local frame without its payload is a bug of the caller") {
+  Desk desk(options_of(2));
+  CHECK(desk.engine.on_local({eager(1, 1, 10), nullptr, nullptr}) == Errc::kInternal);
+  CHECK(desk.engine.on_local({eager(1, 1, 0), nullptr, nullptr}) == Errc::kOk);
+}
+
+TEST_CASE("engine: the log says who sent what, and why it is wrong") {
+  Desk desk(options_of(2));
+  REQUIRE(desk.send(1, push(7, 3, 0, 10)) == Errc::kInternal);
+  commlib::LogRecord record;
+  REQUIRE(desk.log.take(&record));
+  CHECK(record.level == commlib::LogLevel::kError);
+  CHECK(std::string(record.text) ==
+        "node 1 sent a malformed frame (kind 4, key 458752, round 3) to node 0: unknown key");
+  CHECK_FALSE(desk.log.take(&record));
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operations with known answers: inputs of all ranks, the partials that hosts would push, and the result in long double.
-// Inputs are so small that partials and sums are exact in every dtype; only averages are rounded.
+// Operations with known answers: inputs of all ranks, the partials that hosts would push, and the result in long
+// double. Inputs are so small that partials and sums are exact in every dtype; only averages are rounded.
 #pragma once
 
 #include <algorithm>
@@ -61,52 +61,80 @@ T get(const std::byte* from) {
 
 inline void encode(DType dtype, std::byte* to, double value) {
   switch (dtype) {
-    case DType::kBool: return put<std::uint8_t>(to, value != 0);
-    case DType::kUint8: return put(to, static_cast<std::uint8_t>(static_cast<std::int64_t>(value)));
-    case DType::kInt8: return put(to, static_cast<std::int8_t>(static_cast<std::int64_t>(value)));
-    case DType::kInt16: return put(to, static_cast<std::int16_t>(static_cast<std::int64_t>(value)));
-    case DType::kInt32: return put(to, static_cast<std::int32_t>(value));
-    case DType::kInt64: return put(to, static_cast<std::int64_t>(value));
-    case DType::kFloat16: return put(to, encode_half(value));
-    case DType::kBfloat16: return put(to, encode_bfloat16(value));
-    case DType::kFloat32: return put(to, static_cast<float>(value));
-    case DType::kFloat64: return put(to, value);
+    case DType::kBool:
+      return put<std::uint8_t>(to, value != 0);
+    case DType::kUint8:
+      return put(to, static_cast<std::uint8_t>(static_cast<std::int64_t>(value)));
+    case DType::kInt8:
+      return put(to, static_cast<std::int8_t>(static_cast<std::int64_t>(value)));
+    case DType::kInt16:
+      return put(to, static_cast<std::int16_t>(static_cast<std::int64_t>(value)));
+    case DType::kInt32:
+      return put(to, static_cast<std::int32_t>(value));
+    case DType::kInt64:
+      return put(to, static_cast<std::int64_t>(value));
+    case DType::kFloat16:
+      return put(to, encode_half(value));
+    case DType::kBfloat16:
+      return put(to, encode_bfloat16(value));
+    case DType::kFloat32:
+      return put(to, static_cast<float>(value));
+    case DType::kFloat64:
+      return put(to, value);
   }
 }
 
 inline double decode(DType dtype, const std::byte* from) {
   switch (dtype) {
     case DType::kBool:
-    case DType::kUint8: return get<std::uint8_t>(from);
-    case DType::kInt8: return get<std::int8_t>(from);
-    case DType::kInt16: return get<std::int16_t>(from);
-    case DType::kInt32: return get<std::int32_t>(from);
-    case DType::kInt64: return static_cast<double>(get<std::int64_t>(from));
-    case DType::kFloat16: return decode_half(get<std::uint16_t>(from));
-    case DType::kBfloat16: return decode_bfloat16(get<std::uint16_t>(from));
-    case DType::kFloat32: return get<float>(from);
-    case DType::kFloat64: return get<double>(from);
+    case DType::kUint8:
+      return get<std::uint8_t>(from);
+    case DType::kInt8:
+      return get<std::int8_t>(from);
+    case DType::kInt16:
+      return get<std::int16_t>(from);
+    case DType::kInt32:
+      return get<std::int32_t>(from);
+    case DType::kInt64:
+      return static_cast<double>(get<std::int64_t>(from));
+    case DType::kFloat16:
+      return decode_half(get<std::uint16_t>(from));
+    case DType::kBfloat16:
+      return decode_bfloat16(get<std::uint16_t>(from));
+    case DType::kFloat32:
+      return get<float>(from);
+    case DType::kFloat64:
+      return get<double>(from);
   }
   return 0;
 }
 
 inline long double combine(DType dtype, ReduceOp op, long double a, long double b) {
   switch (op) {
-    case ReduceOp::kMin: return std::min(a, b);
-    case ReduceOp::kMax: return std::max(a, b);
-    case ReduceOp::kProduct: return a * b;
-    default: return dtype == DType::kBool ? std::max(a, b) : a + b;
+    case ReduceOp::kMin:
+      return std::min(a, b);
+    case ReduceOp::kMax:
+      return std::max(a, b);
+    case ReduceOp::kProduct:
+      return a * b;
+    default:
+      return dtype == DType::kBool ? std::max(a, b) : a + b;
   }
 }
 
 // The distance a correctly rounded average may have from the true one, relative to it.
 inline double tolerance(DType dtype) {
   switch (dtype) {
-    case DType::kFloat16: return std::ldexp(1.001, -11);
-    case DType::kBfloat16: return std::ldexp(1.001, -8);
-    case DType::kFloat32: return std::ldexp(1.001, -24);
-    case DType::kFloat64: return std::ldexp(1.001, -53);
-    default: return 0;
+    case DType::kFloat16:
+      return std::ldexp(1.001, -11);
+    case DType::kBfloat16:
+      return std::ldexp(1.001, -8);
+    case DType::kFloat32:
+      return std::ldexp(1.001, -24);
+    case DType::kFloat64:
+      return std::ldexp(1.001, -53);
+    default:
+      return 0;
   }
 }
 
@@ -122,8 +150,7 @@ inline Truth make_truth(DType dtype, ReduceOp op, std::size_t count, const std::
                         std::mt19937_64& random) {
   const DType wire = commlib::wire_dtype(dtype, op);
   const bool is_signed = dtype != DType::kBool && dtype != DType::kUint8;
-  const bool is_half_mean =
-      op == ReduceOp::kAverage && (dtype == DType::kFloat16 || dtype == DType::kBfloat16);
+  const bool is_half_mean = op == ReduceOp::kAverage && (dtype == DType::kFloat16 || dtype == DType::kBfloat16);
   const auto input = [&]() -> long double {
     if (dtype == DType::kBool) return static_cast<long double>(random() % 2);
     const auto magnitude = static_cast<long double>(op == ReduceOp::kProduct ? 1 + random() % 2 : random() % 7);
