@@ -350,8 +350,8 @@ class _Supervisor:
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
         os.set_blocking(writing, False)
-        # What was ignored from outside (nohup) stays ignored.
-        numbers = [n for n in (*_PASSED_ON, signal.SIGCHLD) if signal.getsignal(n) != signal.SIG_IGN]
+        # What was ignored from outside (nohup) stays ignored; but not the ends of children, whose status would be lost.
+        numbers = [signal.SIGCHLD, *(n for n in _PASSED_ON if signal.getsignal(n) != signal.SIG_IGN)]
         before = {number: signal.signal(number, _take_note) for number in numbers}
         woken = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         try:
@@ -408,7 +408,7 @@ def _open_missing_descriptors() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, which is this one
 
 
 _libc_prctl: Callable[..., int] = ctypes.CDLL(None, use_errno=True).prctl

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import environment, fifo, python, run, started
+from tests.cli.command import COMMLIB, environment, fifo, python, run, started
+
+BUSY_S = 4.0  # how late a busy machine may be
 
 # Starts something in the same process group and something in a session of its own, says so, and waits for ever.
 FAMILY = """
@@ -87,26 +89,28 @@ def test_the_others_may_end_by_themselves(tmp_path: Path) -> None:
 
 
 def test_those_who_do_not_are_stopped() -> None:
-    began = time.monotonic()
-    done = run("run", "-n", "3", "--", *by_rank("exit 9", "sleep 1000", "sleep 1000"))
-    assert done.returncode == 9
-    assert b"stopping rank 1, rank 2" in done.stderr
-    assert 2.5 < time.monotonic() - began < 6
+    with started("run", "-n", "3", "--", *by_rank("exit 9", "sleep 1000", "sleep 1000")) as process:
+        assert process.stderr is not None
+        assert b"rank 0 ended with status 9; 2 more now have 3 s to end" in process.stderr.readline()
+        began = time.monotonic()
+        assert b"stopping rank 1, rank 2" in process.stderr.readline()
+        assert process.wait(20) == 9
+        assert 1.5 < time.monotonic() - began < 3 + BUSY_S
 
 
 def test_those_who_are_deaf_are_killed() -> None:
-    began = time.monotonic()
     script = "import os, sys; os.environ['COMMLIB_RANK'] == '0' and sys.exit(9)\n" + STUBBORN
-    done = run("run", "-n", "2", "--", *python(script))
-    assert done.returncode == 9
-    assert time.monotonic() - began < 7
+    with started("run", "-n", "2", "--", *python(script)) as process:
+        assert process.stderr is not None
+        assert b"rank 0 ended with status 9" in process.stderr.readline()
+        began = time.monotonic()
+        assert process.wait(20) == 9
+        assert 2 < time.monotonic() - began < 4 + BUSY_S
 
 
 def test_what_a_successful_job_leaves_running_is_stopped() -> None:
-    began = time.monotonic()
-    done = run("run", "-n", "2", "--", "sh", "-c", "sleep 1000 & setsid sleep 1000 & exit 0")
+    done = run("run", "-n", "2", "--", "sh", "-c", "sleep 1000 & setsid sleep 1000 & exit 0", timeout=20)
     assert done.returncode == 0
-    assert time.monotonic() - began < 7
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -116,7 +120,7 @@ def test_a_signal_ends_the_whole_family(number: signal.Signals) -> None:
         process.send_signal(number)
         began = time.monotonic()
         assert process.wait(20) == 128 + number
-        assert time.monotonic() - began < 5.5
+        assert time.monotonic() - began < 4 + BUSY_S
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -126,7 +130,7 @@ def test_a_signal_ends_the_deaf_too(number: signal.Signals) -> None:
         process.send_signal(number)
         began = time.monotonic()
         assert process.wait(20) == 128 + signal.SIGKILL
-        assert time.monotonic() - began < 5.5
+        assert time.monotonic() - began < 4 + BUSY_S
 
 
 def test_a_second_signal_does_not_wait() -> None:
@@ -137,7 +141,7 @@ def test_a_second_signal_does_not_wait() -> None:
         os.sched_yield()
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 128 + signal.SIGKILL
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 3.5  # an ending without haste takes 4
 
 
 def test_workers_may_handle_the_signal() -> None:
@@ -191,7 +195,7 @@ def test_a_launcher_can_be_interrupted_while_nobody_reads_its_output() -> None:
         began = time.monotonic()
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 128 + signal.SIGINT
-        assert time.monotonic() - began < 6
+        assert time.monotonic() - began < 4 + BUSY_S
 
 
 def test_a_command_that_does_not_exist() -> None:
@@ -218,3 +222,23 @@ def test_containers_without_pidfd(script: str) -> None:
     argv = [sys.executable, "-c", textwrap.dedent(launcher), script]
     done = subprocess.run(argv, env=environment(), capture_output=True, timeout=30, check=False)
     assert done.returncode == {"exit 0": 0, "exit 3": 3, "kill -9 $$": 137}[script], done.stderr
+
+
+def test_a_parent_that_ignores_the_ends_of_children_does_not_hide_them() -> None:
+    """Being ignored is inherited, and the kernel then forgets the status of every child."""
+    argv = ["sh", "-c", 'trap "" CHLD; exec "$@"', "sh", *COMMLIB, "run", "-n", "2", "--", "sh", "-c", "exit 7"]
+    done = subprocess.run(argv, env=environment(), capture_output=True, timeout=30, check=False)
+    assert done.returncode == 7
+
+
+def test_what_was_ignored_stays_ignored() -> None:
+    """As under nohup."""
+    with started("run", "-n", "1", "--", *python("print('ready'); input()"), preexec_fn=_ignore_hangups) as process:
+        await_ready(process, 1)
+        process.send_signal(signal.SIGHUP)
+        assert process.communicate(b"\n", timeout=20) == (b"", b"")
+        assert process.returncode == 0
+
+
+def _ignore_hangups() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
