@@ -70,7 +70,8 @@ class ControlClient(Control):
         self._go: Future[None] = Future()
         self._farewell: Future[int] = Future()
         self._over: Future[bool] = Future()
-        self._leaving = False
+        self._said_bye = False
+        self._leaving = False  # that the scheduler goes is no loss any more
         self._closing = False
         self._loop = ControlLoop(zmq.Poller())
         self._loop.watch(self._line.socket, self._receive)
@@ -137,9 +138,9 @@ class ControlClient(Control):
         if self._pid != os.getpid():
             return
         with self._lock:
-            if self._gone is not None or self._leaving:
+            if self._gone is not None or self._said_bye:
                 return
-            self._leaving = True
+            self._said_bye = self._leaving = True
         self._say(_checked(m.Bye()))
         with contextlib.suppress(FutureTimeout, CommlibError):
             self._farewell.result(timeout_s)
@@ -249,6 +250,7 @@ class ControlClient(Control):
                 self._fail_job(lost_error(rank, host, cause))
                 self._happened(lambda hooks: hooks.on_lost(rank, host, cause))
             case m.Over(failed):
+                self._leaving = True  # the scheduler, too, may go now
                 _settle(self._over, failed)
                 self._happened(lambda hooks: hooks.on_over(failed))
             case m.Endpoints(addresses):

@@ -34,7 +34,7 @@ __all__ = ["Scheduler", "Tether", "describe_missing"]
 
 log = logging.getLogger("commlib")
 
-SERVERS_LEAVE_S = 5.0  # after Over
+SERVERS_LEAVE_S = 30.0  # after Over, at most
 
 
 class Tether(Protocol):

@@ -26,15 +26,15 @@ __all__ = ["SchedulerProcess", "run_scheduler", "scheduler_addresses", "start_sc
 
 log = logging.getLogger("commlib")
 
-_unreaped: list[subprocess.Popen[bytes]] = []
-
 
 class SchedulerProcess:
     """A scheduler that this process has started. It ends by itself with its job, or with this process."""
 
-    def __init__(self, process: subprocess.Popen[bytes], address: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], job: str, address: str) -> None:
+        self.job = job
         self.address = address  # host:port, or ipc://@name
         self._process = process
+        _started.append(self)
 
     @property
     def pid(self) -> int:
@@ -46,8 +46,6 @@ class SchedulerProcess:
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            if self._process not in _unreaped:
-                _unreaped.append(self._process)
             return None
 
     def stop(self) -> None:
@@ -56,6 +54,9 @@ class SchedulerProcess:
         if self.wait(2.0) is None:
             self._process.kill()
             self._process.wait()
+
+
+_started: list[SchedulerProcess] = []  # kept until they have ended, so that none stays a zombie
 
 
 def scheduler_addresses(config: Config) -> tuple[str, ...]:
@@ -85,16 +86,15 @@ def start_scheduler(config: Config, *, address: str | None = None, starter: str 
     }
     deadline = time.monotonic() + config.connect_timeout_s
     while True:
-        _unreaped[:] = [process for process in _unreaped if process.poll() is None]
+        _started[:] = [process for process in _started if process.wait(0.0) is None]
         try:
             return _start(order, deadline)
         except AddressTaken:
             # Perhaps by the scheduler of the previous job of this process, which its last members are just leaving.
-            if not _unreaped:
+            previous = next((process for process in _started if process.job == config.job), None)
+            if previous is None:
                 raise
-            try:
-                _unreaped[0].wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            if previous.wait(max(0.0, deadline - time.monotonic())) is None:
                 raise AddressTaken(
                     f"the scheduler of the previous job {config.job!r} of this process still runs, because not all of "
                     f"its members have left within {config.connect_timeout_s:g} s"
@@ -117,7 +117,7 @@ def _start(order: Mapping[str, Any], deadline: float) -> SchedulerProcess:
         process.wait()
         raise
     if "address" in report:
-        return SchedulerProcess(process, report["address"])
+        return SchedulerProcess(process, order["job"], report["address"])
     process.wait()
     raise (AddressTaken if report.get("kind") == AddressTaken.__name__ else ConfigError)(report["error"])
 
