@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Design notes
 //
-// A lane carries the frames of one stream in one direction. Its parcels, oldest first, are: delivered ones, which the sender
-// has not reported by on_sent yet; then at most one of which the header and half of the payload have been delivered (only
-// with a seed); then those that the receiver has not seen. The payloads stay in the sender's memory all the while.
+// A lane carries the frames of one stream in one direction. Its parcels, oldest first, are: delivered ones, which the
+// sender has not reported by on_sent yet; then at most one of which the header and half of the payload have been
+// delivered (only with a seed); then those that the receiver has not seen. The payloads stay in the sender's memory all
+// the while.
 //
-// A connection ends when one of its sides closes it or dies. The other notices in its next do_work, before it looks at what
-// would still be on its way, so no payload is read after its owner let go of it.
+// A connection ends when one of its sides closes it or dies. The other notices in its next do_work, before it looks at
+// what would still be on its way, so no payload is read after its owner let go of it.
 #include "transport/loopback.hpp"
 
 #include <algorithm>

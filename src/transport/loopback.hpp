@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// All hosts of a job in one process and on one thread, for tests: the contract of transport.hpp without an operating system,
-// and without chance unless a seed asks for it.
+// All hosts of a job in one process and on one thread, for tests: the contract of transport.hpp without an operating
+// system, and without chance unless a seed asks for it.
 //
 //     LoopbackHub hub(3);
 //     hub.endpoint(0).attach(&sink0); …
@@ -38,15 +38,15 @@ class LoopbackHub {
   LoopbackHub(const LoopbackHub&) = delete;
   LoopbackHub& operator=(const LoopbackHub&) = delete;
 
-  // Lives as long as the hub. endpoint(i).close() without finish() is the death of i: what it had on its way is lost, and
-  // every other endpoint sees kPeerLost.
+  // Lives as long as the hub. endpoint(i).close() without finish() is the death of i: what it had on its way is lost,
+  // and every other endpoint sees kPeerLost.
   [[nodiscard]] Transport& endpoint(PeerId id) noexcept;
 
   // One do_work of every endpoint, lowest first; returns the sum.
   int step() noexcept;
 
-  // step(), and `others` (the loops that feed the sinks: returns how much it did), until nothing moves and nothing is on
-  // its way. False: still not quiet after `max_steps`.
+  // step(), and `others` (the loops that feed the sinks: returns how much it did), until nothing moves and nothing is
+  // on its way. False: still not quiet after `max_steps`.
   [[nodiscard]] bool run_until_quiet(const std::function<int()>& others = nullptr, int max_steps = 1'000'000);
 
   // Nothing is on its way, except to or from paused endpoints.

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Design notes
 //
-// Readiness. The sockets are watched edge-triggered, so a flag that says "readable" or "writable" stays up until a system
-// call has shown the contrary: EAGAIN, or fewer bytes than were asked for. The latter saves the call that would only fetch
-// an EAGAIN. It is not trusted for reading once a hang-up has been reported, because the end of file makes no edge of its
-// own when it was reported together with data.
+// Readiness. The sockets are watched edge-triggered, so a flag that says "readable" or "writable" stays up until a
+// system call has shown the contrary: EAGAIN, or fewer bytes than were asked for. The latter saves the call that would
+// only fetch an EAGAIN. It is not trusted for reading once a hang-up has been reported, because the end of file makes
+// no edge of its own when it was reported together with data.
 //
-// Sending. Only a batch that is not large (kBatchBytes) is taken from the sink before its bytes are out, and the kernel takes
-// no more than TCP_NOTSENT_LOWAT of unsent bytes. Both bound what a late urgent frame has to wait for.
+// Sending. Only a batch that is not large (kBatchBytes) is taken from the sink before its bytes are out, and the kernel
+// takes no more than TCP_NOTSENT_LOWAT of unsent bytes. Both bound what a late urgent frame has to wait for.
 //
-// Losing. A send that fails does not end the stream: what the other side had sent before, its BYE above all, may still be
-// unread. The failure is remembered and told when nothing is left to read.
+// Losing. A send that fails does not end the stream: what the other side had sent before, its BYE above all, may still
+// be unread. The failure is remembered and told when nothing is left to read.
 #include "transport/stream.hpp"
 
 #include <netinet/in.h>

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One connected stream socket of the TCP transport: bytes on one side, frames on the other. It knows neither epoll nor the
-// other streams of its peer; TcpTransport tells it what may be possible and asks it afterwards what has become of it.
+// One connected stream socket of the TCP transport: bytes on one side, frames on the other. It knows neither epoll nor
+// the other streams of its peer; TcpTransport tells it what may be possible and asks it afterwards what has become of
+// it.
 #pragma once
 
 #include <array>
@@ -77,7 +78,8 @@ class Stream {
   bool bye_received_ = false;
   bool bye_taken_ = false;
 
-  // Sending: frames first_ … count_ − 1 of the batch have been taken from the sink; `sent_` bytes of the first are gone.
+  // Sending: frames first_ … count_ − 1 of the batch have been taken from the sink; `sent_` bytes of the first are
+  // gone.
   std::array<OutFrame, kBatchFrames> batch_;
   std::size_t first_ = 0;
   std::size_t count_ = 0;
@@ -89,8 +91,8 @@ class Stream {
   std::byte* into_ = nullptr;
   std::size_t payload_left_ = 0;
 
-  // What was read beyond the payload at hand. Small, because the start of a payload that lands here is copied once more;
-  // large enough that many small frames come with one system call.
+  // What was read beyond the payload at hand. Small, because the start of a payload that lands here is copied once
+  // more; large enough that many small frames come with one system call.
   std::array<std::byte, 4096> ahead_;
   std::size_t ahead_bytes_ = 0;
 };

@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // Design notes
 //
-// Edge-triggered, and every socket is registered once for everything. Level-triggered sockets would need two epoll_ctl for
-// each time a stream blocks, and with TCP_NOTSENT_LOWAT a stream with much to send blocks all the time. The price is that
-// the flags of a Stream, not the epoll instance, say what is left to do. Therefore what no edge will announce kicks an
-// eventfd: a notify from outside do_work, and work that is left over by a do_work that moved nothing. A do_work that moved
-// something is called again anyway.
+// Edge-triggered, and every socket is registered once for everything. Level-triggered sockets would need two epoll_ctl
+// for each time a stream blocks, and with TCP_NOTSENT_LOWAT a stream with much to send blocks all the time. The price
+// is that the flags of a Stream, not the epoll instance, say what is left to do. Therefore what no edge will announce
+// kicks an eventfd: a notify from outside do_work, and work that is left over by a do_work that moved nothing. A
+// do_work that moved something is called again anyway.
 //
-// A peer is `due` while one of its streams is readable, or can send and has, or may get, something to send. do_work serves
-// the peers that are due in a circle, each stream for a bounded turn (see stream.cpp), until the batch is large enough;
-// the next one starts behind the last peer served.
+// A peer is `due` while one of its streams is readable, or can send and has, or may get, something to send. do_work
+// serves the peers that are due in a circle, each stream for a bounded turn (see stream.cpp), until the batch is large
+// enough; the next one starts behind the last peer served.
 //
-// A stream ends orderly after its BYE, or in any case once this side is finishing. A peer ends with the first stream that
-// ends otherwise, or else when all of them have ended or said BYE. A finishing side says its own BYE first. Both sides then
-// have read everything before they close, which matters, because closing a socket with unread data resets it and may destroy
-// what the other side has not read yet.
+// A stream ends orderly after its BYE, or in any case once this side is finishing. A peer ends with the first stream
+// that ends otherwise, or else when all of them have ended or said BYE. A finishing side says its own BYE first. Both
+// sides then have read everything before they close, which matters, because closing a socket with unread data resets it
+// and may destroy what the other side has not read yet.
 #include "transport/tcp.hpp"
 
 #include <sys/epoll.h>
@@ -215,8 +215,8 @@ void TcpTransport::arm_retry() noexcept {
   ::timerfd_settime(retry_.get(), 0, &once, nullptr);
 }
 
-// A child that was forked may still hold the socket: so it is taken off the epoll instance and shut down by name, because
-// closing it would do neither.
+// A child that was forked may still hold the socket: so it is taken off the epoll instance and shut down by name,
+// because closing it would do neither.
 void TcpTransport::release(Stream& stream) noexcept {
   ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, stream.descriptor(), nullptr);
   ::shutdown(stream.descriptor(), SHUT_RDWR);

@@ -22,8 +22,8 @@ struct TcpOptions {
 
 class TcpTransport final : public Transport {
  public:
-  // sockets[peer]: its streams, connected and authenticated; none for this node itself and for nodes it does not talk to.
-  // Takes them, also when it throws Error. Nothing has to be allocated or opened after construction.
+  // sockets[peer]: its streams, connected and authenticated; none for this node itself and for nodes it does not talk
+  // to. Takes them, also when it throws Error. Nothing has to be allocated or opened after construction.
   TcpTransport(std::vector<std::vector<Fd>> sockets, const TcpOptions& options);
   ~TcpTransport() override;
   TcpTransport(const TcpTransport&) = delete;

@@ -2,12 +2,12 @@
 // How frames reach other hosts: the contract every transport keeps. It is written once more, as tests, in
 // tests/native/transport/transport_suite.hpp.
 //
-// A transport belongs to one loop: every function is called on that loop's thread (`close`: see there), and every callback
-// comes from inside `do_work`, never from inside `notify` or another call (never inline).
+// A transport belongs to one loop: every function is called on that loop's thread (`close`: see there), and every
+// callback comes from inside `do_work`, never from inside `notify` or another call (never inline).
 //
-// Egress is pulled, not pushed: a transport holds no queue of its own. When a stream can take bytes it asks the sink for
-// the next frame to that peer, at the last moment, so that a late frame of high priority overtakes all that is not yet on
-// the wire. A stream that answered "nothing" is asked again after `notify(peer)`.
+// Egress is pulled, not pushed: a transport holds no queue of its own. When a stream can take bytes it asks the sink
+// for the next frame to that peer, at the last moment, so that a late frame of high priority overtakes all that is not
+// yet on the wire. A stream that answered "nothing" is asked again after `notify(peer)`.
 //
 // Frames of one stream arrive in order; frames of different streams of one peer in any order.
 #pragma once
@@ -41,23 +41,24 @@ class FrameSink {
  public:
   virtual ~FrameSink() = default;
 
-  // A header has arrived. Say where its payload goes: `*into` gets frame.payload_bytes writable bytes that stay valid until
-  // on_frame or on_closed. Not called when payload_bytes is 0. Anything but kOk closes the peer as malformed.
+  // A header has arrived. Say where its payload goes: `*into` gets frame.payload_bytes writable bytes that stay valid
+  // until on_frame or on_closed. Not called when payload_bytes is 0. Anything but kOk closes the peer as malformed.
   [[nodiscard]] virtual Errc on_header(PeerId peer, const Frame& frame, std::byte** into) noexcept = 0;
 
   // The frame and all of its payload are here. Anything but kOk closes the peer as malformed.
   [[nodiscard]] virtual Errc on_frame(PeerId peer, const Frame& frame) noexcept = 0;
 
-  // Fill `out` with what should go to `peer` next; false: nothing now. BYE is the transport's own: a sink that offers it,
-  // or a malformed frame, loses the peer with kInternal.
+  // Fill `out` with what should go to `peer` next; false: nothing now. BYE is the transport's own: a sink that offers
+  // it, or a malformed frame, loses the peer with kInternal.
   [[nodiscard]] virtual bool next_frame(PeerId peer, OutFrame* out) noexcept = 0;
 
-  // All bytes of the frame are out of the caller's memory. Exactly once for each frame taken, unless on_closed comes first.
+  // All bytes of the frame are out of the caller's memory. Exactly once for each frame taken, unless on_closed comes
+  // first.
   virtual void on_sent(PeerId peer, const OutFrame& out) noexcept = 0;
 
-  // The peer is gone: `code` is kOk after an orderly BYE on every stream, kPeerLost (`os_error`: errno, 0 for end of file),
-  // or kInternal for a malformed frame. Once for each peer, and the last callback for it. Its streams are closed already;
-  // frames taken and not yet reported by on_sent are dropped.
+  // The peer is gone: `code` is kOk after an orderly BYE on every stream, kPeerLost (`os_error`: errno, 0 for end of
+  // file), or kInternal for a malformed frame. Once for each peer, and the last callback for it. Its streams are closed
+  // already; frames taken and not yet reported by on_sent are dropped.
   virtual void on_closed(PeerId peer, Errc code, int os_error) noexcept = 0;
 };
 
@@ -77,14 +78,14 @@ class Transport {
   // A descriptor that is readable when do_work has something to do; −1 if there is none (loopback).
   [[nodiscard]] virtual int descriptor() const noexcept = 0;
 
-  // Orderly end: each stream whose sink answers "nothing" sends BYE after its last frame and takes no further frame. From now
-  // on the end of file (or a reset) from a peer is orderly too. May be repeated. A side that has BYE on every stream of a
-  // peer closes that peer with kOk: at once, or if it is finishing itself, after its own last BYE.
+  // Orderly end: each stream whose sink answers "nothing" sends BYE after its last frame and takes no further frame.
+  // From now on the end of file (or a reset) from a peer is orderly too. May be repeated. A side that has BYE on every
+  // stream of a peer closes that peer with kOk: at once, or if it is finishing itself, after its own last BYE.
   virtual void finish() noexcept = 0;
 
-  // After finish: true when all peers are gone, so each has read everything, BYE included, or will read nothing any more.
-  // Who closes earlier, because its patience is over, may destroy what is still on its way: closing a socket with unread
-  // data resets it.
+  // After finish: true when all peers are gone, so each has read everything, BYE included, or will read nothing any
+  // more. Who closes earlier, because its patience is over, may destroy what is still on its way: closing a socket with
+  // unread data resets it.
   [[nodiscard]] virtual bool finished() const noexcept = 0;
 
   // Milliseconds since anything was received from `peer`, at first since construction; 0 for an unknown peer.
@@ -93,8 +94,8 @@ class Transport {
   // All zero for an unknown peer; they stay readable after on_closed.
   [[nodiscard]] virtual TransportCounters counters(PeerId peer) const noexcept = 0;
 
-  // Refuse new work and close every descriptor. Never blocks, may repeat, no callback afterwards. On the loop's thread (also
-  // within a callback), after the loop has stopped, or in the fork handler of a child: async-signal-safe.
+  // Refuse new work and close every descriptor. Never blocks, may repeat, no callback afterwards. On the loop's thread
+  // (also within a callback), after the loop has stopped, or in the fork handler of a child: async-signal-safe.
   virtual void close() noexcept = 0;
 };
 

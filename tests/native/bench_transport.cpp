@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How fast frames cross a TCP connection of this machine to itself, beside a plain loop of blocking send and recv of the same
-// messages. One line a case; medians of several runs that take turns:
+// How fast frames cross a TCP connection of this machine to itself, beside a plain loop of blocking send and recv of
+// the same messages. One line a case; medians of several runs that take turns:
 //
 //   transport <raw|tcp> <one-way|both-ways> streams=<n> bytes=<of each payload> <GB/s> <thousand frames/s>
 //   transport calls bytes=<of each payload> send=<a frame> receive=<a frame> epoll_wait=… poll=… write=…

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Counts the system calls of the transport, and lets them fail. The functions defined here take the place of the C library's
-// for the whole program, so exactly one file of a program includes this.
+// Counts the system calls of the transport, and lets them fail. The functions defined here take the place of the C
+// library's for the whole program, so exactly one file of a program includes this.
 #pragma once
 
 #include <dlfcn.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A sink that knows what it must be told. Every header and payload is a function of (sender, receiver, number, size), so the
-// receiver can compute what should have arrived. What breaks the contract is collected in `violations`.
+// A sink that knows what it must be told. Every header and payload is a function of (sender, receiver, number, size),
+// so the receiver can compute what should have arrived. What breaks the contract is collected in `violations`.
 #pragma once
 
 #include <cstddef>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Some endpoints that are connected to each other, each with a TestSink, run by hand as their loops would run them: do_work
-// while it moves something, then not before the descriptor is readable. So a transport that forgets to say that it has
-// something to do hangs here, and is found out.
+// Some endpoints that are connected to each other, each with a TestSink, run by hand as their loops would run them:
+// do_work while it moves something, then not before the descriptor is readable. So a transport that forgets to say that
+// it has something to do hangs here, and is found out.
 #pragma once
 
 #include <doctest/doctest.h>
