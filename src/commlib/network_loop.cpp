@@ -118,8 +118,8 @@ void NetworkLoop::on_closed(PeerId peer, Errc code, int os_error) noexcept {
   closed_[peer] = true;
   egress_->discard(peer);
   const std::uint32_t member = options_.member_of_peer[peer];
-  if (finishing_.load(std::memory_order_acquire) != 0) {
-    // A peer closes because we leave: it owes us nothing, and what is in flight here ends with our own shutdown.
+  if (finishing_.load(std::memory_order_acquire) != 0 || giving_up_since_ms_ >= 0) {
+    // A peer closes because we leave: it owes us nothing, and what is in flight here ends with our own shutdown, or has failed.
   } else if (code == Errc::kOk) {
     engine_->on_peer_left(peer, member);
     if (exchange_ != nullptr) exchange_->on_peer_left(peer, member);
@@ -170,14 +170,13 @@ void NetworkLoop::look_at_epoch() noexcept {
       out.frame.code = static_cast<std::uint8_t>(table_.aborted_cause());
       egress_->push(peer, out, 0);
     }
-    if (transport_ != nullptr) (void)transport_->do_work();
+    // In order, so that the ABORT is read: closing a socket that has unread data resets it, and the peer would blame us.
+    if (transport_ != nullptr) {
+      transport_->finish();
+      (void)transport_->do_work();
+    }
   }
-  bool all_left = true;
-  for (PeerId peer = 0; transport_ != nullptr && peer < peers(); ++peer) {
-    if (peer == options_.self || closed_[peer]) continue;
-    all_left = all_left && !egress_->has(peer) && egress_->in_flight_bytes(peer) == 0;
-  }
-  if (all_left || now - giving_up_since_ms_ > kAbortMs) give_up();
+  if (transport_ == nullptr || transport_->finished() || now - giving_up_since_ms_ > kAbortMs) give_up();
 }
 
 void NetworkLoop::give_up() noexcept {

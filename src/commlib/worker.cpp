@@ -343,12 +343,12 @@ void Worker::State::start(PartTask& task) {
   if (!was_quiet) task.holder.store(Holder::kLoop, std::memory_order_release);
   // From here on the task is the loop's, and may be gone.
   if (!was_quiet || has_failed || table.aborted()) table.post(row, options.local_rank);
-  if (!is_complete) {
-    // Whoever has left before will not arrive any more, and nobody will say so again.
-    for (std::uint32_t rank = 0; rank < options.local_size; ++rank) {
-      if (table.has_left(rank)) table.post(row, options.local_rank);
-    }
-  } else if (context.several_hosts) {
+  // Whoever has left before will not tell us what he has not done, nor that he will not do it.
+  for (std::uint32_t rank = 0; rank < options.local_size; ++rank) {
+    if (table.has_left(rank)) table.post(row, options.local_rank);
+  }
+  if (!is_complete) return;
+  if (context.several_hosts) {
     table.announce(row, 0);
   } else if (!is_quick) {
     table.announce_all(row);
@@ -435,6 +435,9 @@ void Worker::State::fail_rest() noexcept {
   for (const RowIndex row : rows) {
     PartTask* task = tasks.find(row);
     if (task == nullptr) continue;
+    // The others must not count on us, who had arrived.
+    task->row.fail(task->operation->round, {Errc::kPeerLost, options.rank});
+    table.announce_all(row, options.local_rank);
     task->finished = true;
     tasks.remove(*task);
     finish_part(*task, failure, finished);

@@ -389,7 +389,9 @@ void Exchange::conclude(std::unique_ptr<Part> part) noexcept {
       }
     }
     if (failed) {
-      task.row.fail(part->round, part->failure);
+      // Our own shutdown is, to the other ranks of the host, a rank that has left.
+      const bool is_shutdown = part->failure.code == Errc::kShutDown;
+      task.row.fail(part->round, is_shutdown ? Failure{Errc::kPeerLost, context_.global_ranks[context_.local_rank]} : part->failure);
     } else {
       head.partial.store(part->partial_place.bits(), std::memory_order_relaxed);
       head.result.store(part->result_place.bits(), std::memory_order_relaxed);

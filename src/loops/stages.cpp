@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <cstring>
 
 #include "loops/plan.hpp"
@@ -30,11 +31,17 @@ bool is_done(const PartTask& task) noexcept {
          task.row.head().exchanged.load(std::memory_order_acquire) >= round_of(task);
 }
 
+// Has the round failed? Only where it is not done: the word may speak of a later round.
+bool has_failed(const PartTask& task) noexcept {
+  return task.row.failure(round_of(task)).code != Errc::kOk && !is_done(task);
+}
+
 // One host: all have arrived and agree, or the round fails for all.
 Errc meet(LocalContext& context, PartTask& task) noexcept {
   const std::uint64_t round = round_of(task);
   switch (task.row.meeting(round, task.operation->hash)) {
-    case Row::Meeting::kAgree: return Errc::kOk;
+    // One that has arrived may have given up since: it has shut down.
+    case Row::Meeting::kAgree: return has_failed(task) ? Errc::kAgain : Errc::kOk;
     case Row::Meeting::kOver: return is_done(task) ? Errc::kOk : Errc::kAgain;
     case Row::Meeting::kDisagree:
       task.row.fail(round, {Errc::kMismatch, Failure::kNobody});
@@ -42,30 +49,18 @@ Errc meet(LocalContext& context, PartTask& task) noexcept {
       return Errc::kAgain;
     case Row::Meeting::kMissing: break;
   }
-  if (const int gone = missing_and_gone(context, task); gone >= 0) {
-    task.row.fail(round, {Errc::kPeerLost, context.global_ranks[static_cast<std::uint32_t>(gone)]});
-    announce_to_others(context, task);
-  }
   return Errc::kAgain;
 }
 
 // Several hosts: the local root says so to the exchange, the others go on.
 Errc announce(LocalContext& context, PartTask& task) noexcept {
   if (!context.is_local_root()) return Errc::kOk;
-  const std::uint64_t round = round_of(task);
-  const Row::Meeting meeting = task.row.meeting(round, task.operation->hash);
-  if (meeting == Row::Meeting::kAgree || meeting == Row::Meeting::kDisagree) {
-    task.in_exchange.store(true, std::memory_order_relaxed);  // the door's inbox publishes it
-    context.exchange->announce(task, meeting == Row::Meeting::kAgree);
-    return Errc::kOk;
-  }
-  if (const int gone = missing_and_gone(context, task); gone >= 0) {
-    const std::uint32_t member = context.global_ranks[static_cast<std::uint32_t>(gone)];
-    context.exchange->leave(member);
-    task.row.fail(round, {Errc::kPeerLost, member});
-    announce_to_others(context, task);
-  }
-  return Errc::kAgain;
+  const Row::Meeting meeting = task.row.meeting(round_of(task), task.operation->hash);
+  if (meeting != Row::Meeting::kAgree && meeting != Row::Meeting::kDisagree) return Errc::kAgain;
+  if (has_failed(task)) return Errc::kAgain;
+  task.in_exchange.store(true, std::memory_order_relaxed);  // the door's inbox publishes it
+  context.exchange->announce(task, meeting == Row::Meeting::kAgree);
+  return Errc::kOk;
 }
 
 // Rows that need staging wait for the local root's grant; all others pass.
@@ -102,10 +97,14 @@ Errc stage_in(LocalContext& context, PartTask& task) noexcept {
   return Errc::kOk;
 }
 
-// A slice once claimed is nobody else's: if it cannot be done the job is over. A neighbour that is gone is found, and named,
-// by the watch; anything else is ours to tell.
-Errc lost_slice(const LocalContext& context, Errc code) noexcept {
+// A slice once claimed is nobody else's: if it cannot be done the round is over, or the job. A neighbour that has died is
+// found, and named, by the watch; one that has shut down has taken its memory with it; anything else is ours to tell.
+Errc lost_slice(const LocalContext& context, const PartTask& task, Errc code) noexcept {
   if (code != Errc::kPeerLost) context.table.abort(context.global_ranks[context.local_rank], Cause::kInternal);
+  for (std::uint32_t rank = 0; rank < context.local_size; ++rank) {
+    if (context.table.has_left(rank)) task.row.fail(round_of(task), {Errc::kPeerLost, context.global_ranks[rank]});
+  }
+  announce_to_others(context, task);
   return Errc::kAgain;
 }
 
@@ -117,7 +116,7 @@ Errc do_slices(LocalContext& context, PartTask& task) noexcept {
   for (int slice; (slice = task.row.claim(round, context.local_rank, task.slice_count)) >= 0;) {
     const auto index = static_cast<std::uint32_t>(slice);
     const Errc code = kDoSlice(context, task, index);
-    if (code != Errc::kOk) return lost_slice(context, code);
+    if (code != Errc::kOk) return lost_slice(context, task, code);
     if (task.row.finish_slice(round, index, context.local_rank, task.slice_count)) announce_to_others(context, task);
   }
   return task.row.all_done(round, task.slice_count) ? Errc::kOk : Errc::kAgain;
@@ -130,7 +129,7 @@ Errc collect(LocalContext& context, PartTask& task) noexcept {
   for (std::uint32_t slice = 0; slice < task.slice_count; ++slice) {
     if (task.row.executor(slice) == context.local_rank) continue;
     if (context.table.aborted()) return Errc::kAgain;
-    if (const Errc code = collect_slice(context, task, slice); code != Errc::kOk) return lost_slice(context, code);
+    if (const Errc code = collect_slice(context, task, slice); code != Errc::kOk) return lost_slice(context, task, code);
   }
   if (task.row.finish_copying(round_of(task), context.local_rank)) announce_to_others(context, task);
   return Errc::kOk;
@@ -187,6 +186,9 @@ Failure failure_of(const LocalContext& context, const PartTask& task) noexcept {
   if (task.in_exchange.load(std::memory_order_acquire)) return {};
   if (context.table.aborted()) return {Errc::kPeerLost, context.table.aborted_member()};
   if (const Failure failure = task.row.failure(round_of(task)); failure.code != Errc::kOk) return failure;
+  if (const int gone = missing_and_gone(context, task); gone >= 0) {
+    return {Errc::kPeerLost, context.global_ranks[static_cast<std::uint32_t>(gone)]};
+  }
   // Another part has failed: this one will never be complete if the ranks do not even agree about it. A part for which
   // all have arrived and agree runs to its end.
   const std::uint64_t word = task.operation->first_failure.load(std::memory_order_acquire);
@@ -204,6 +206,8 @@ void finish(LocalContext& context, PartTask& task, Failure failure) noexcept {
     // Who arrives here later in this round must not take us for one who will carry it out.
     task.row.fail(round_of(task), failure);
     announce_to_others(context, task);
+    const bool is_ours = std::ranges::find(context.global_ranks, failure.member) != context.global_ranks.end();
+    if (failure.code == Errc::kPeerLost && is_ours && context.exchange != nullptr) context.exchange->leave(failure.member);
     // The other parts of the operation have to look at themselves; each has its own holder.
     Operation& operation = *task.operation;
     operation.note_failure(failure);

@@ -304,23 +304,66 @@ TEST_CASE("an operation that its caller never came to wait for completes at shut
 }
 
 TEST_CASE("what a rank that has left never submitted fails on the others, and names it") {
-  for (const std::vector<std::uint32_t>& shape : {std::vector<std::uint32_t>{2}, {1, 1}, {2, 1}}) {
-    for (const bool before : {false, true}) {
-      Job job({.ranks_per_host = shape});
-      const std::uint32_t leaver = job.size() - 1;
-      const Job::Name name = job.declare("t", 4'000);
-      std::vector<std::shared_ptr<Operation>> operations;
-      std::vector<Tensor> tensors(job.size());
-      if (before) job.worker(leaver).shutdown(2'000);
-      for (std::uint32_t rank = 0; rank < leaver; ++rank) {
-        tensors[rank] = make(job.worker(rank), 1'000, 4, true);
-        operations.push_back(submit(job.worker(rank), request_of(Job::record(name), tensors[rank], DType::kFloat32, false)));
+  for (const std::vector<std::uint32_t>& shape : {std::vector<std::uint32_t>{2}, {3}, {1, 1}, {2, 1}, {2, 2}}) {
+    std::uint32_t size = 0;
+    for (const std::uint32_t ranks : shape) size += ranks;
+    for (std::uint32_t leaver = 0; leaver < size; ++leaver) {
+      for (const bool before : {false, true}) {
+        CAPTURE(shape.size());
+        CAPTURE(leaver);
+        CAPTURE(before);
+        Job job({.ranks_per_host = shape});
+        const Job::Name name = job.declare("t", 4'000);
+        std::vector<std::shared_ptr<Operation>> operations(size);
+        std::vector<Tensor> tensors(size);
+        if (before) job.worker(leaver).shutdown(2'000);
+        for (std::uint32_t rank = 0; rank < size; ++rank) {
+          if (rank == leaver) continue;
+          tensors[rank] = make(job.worker(rank), 1'000, 4, true);
+          operations[rank] = submit(job.worker(rank), request_of(Job::record(name), tensors[rank], DType::kFloat32, false));
+        }
+        if (!before) job.worker(leaver).shutdown(2'000);
+        for (std::uint32_t rank = 0; rank < size; ++rank) {
+          if (rank == leaver) continue;
+          REQUIRE(job.worker(rank).wait(*operations[rank], kTimeoutMs));
+          CHECK(operations[rank]->completion.failure().code == Errc::kPeerLost);
+          CHECK(operations[rank]->completion.failure().member == leaver);
+          reap_all(job.worker(rank));
+        }
       }
-      if (!before) job.worker(leaver).shutdown(2'000);
-      for (std::uint32_t rank = 0; rank < leaver; ++rank) {
+    }
+  }
+}
+
+TEST_CASE("what a rank submitted and then left behind ends on the others, one way or the other") {
+  for (const std::vector<std::uint32_t>& shape : {std::vector<std::uint32_t>{2}, {3}, {1, 1}, {2, 1}, {2, 2}}) {
+    std::uint32_t size = 0;
+    for (const std::uint32_t ranks : shape) size += ranks;
+    for (std::uint32_t leaver = 0; leaver < size; ++leaver) {
+      CAPTURE(shape.size());
+      CAPTURE(leaver);
+      Job job({.ranks_per_host = shape, .partition_bytes = 64 * 1024});
+      const Job::Name name = job.declare("t", 400'000);
+      std::vector<std::shared_ptr<Operation>> operations(size);
+      std::vector<Tensor> tensors(size);
+      const auto start = [&](std::uint32_t rank) {
+        tensors[rank] = make(job.worker(rank), 100'000, 4, rank % 2 == 0);
+        operations[rank] = submit(job.worker(rank), request_of(Job::record(name), tensors[rank], DType::kFloat32, false));
+      };
+      start(leaver);
+      job.worker(leaver).shutdown(2'000);
+      for (std::uint32_t rank = 0; rank < size; ++rank) {
+        if (rank != leaver) start(rank);
+      }
+      for (std::uint32_t rank = 0; rank < size; ++rank) {
         REQUIRE(job.worker(rank).wait(*operations[rank], kTimeoutMs));
-        CHECK(operations[rank]->completion.failure().code == Errc::kPeerLost);
-        CHECK(operations[rank]->completion.failure().member == leaver);
+        const Failure failure = operations[rank]->completion.failure();
+        if (rank == leaver) {
+          CHECK(failure.code == Errc::kShutDown);
+        } else if (failure.code != Errc::kOk) {
+          CHECK(failure.code == Errc::kPeerLost);
+          CHECK(failure.member == leaver);
+        }
         reap_all(job.worker(rank));
       }
     }
