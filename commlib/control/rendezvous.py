@@ -49,7 +49,7 @@ class Line:
         self.socket.linger = 0
         self.socket.maxmsgsize = MAX_MESSAGE_BYTES
         self.socket.handshake_ivl = int(HANDSHAKE_S * 1000)
-        self.socket.reconnect_ivl, self.socket.reconnect_ivl_max = 50, 500
+        self.socket.reconnect_ivl, self.socket.reconnect_ivl_max = 50, 200
         set_heartbeats(self.socket, peer_timeout_s)
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ALL)
         endpoint = address if address.startswith("ipc://") else f"tcp://{address}"

@@ -9,7 +9,6 @@ import signal
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -413,8 +412,8 @@ def test_ctrl_c_ends_the_waiting_and_the_scheduler() -> None:
 
 
 def cpu_seconds(pid: int) -> float:
-    fields: list[Any] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """What all threads of a process have used; the first figure of schedstat is in nanoseconds."""
+    return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
 def test_whoever_has_nothing_to_do_sleeps() -> None:
@@ -427,5 +426,5 @@ def test_whoever_has_nothing_to_do_sleeps() -> None:
         before = {pid: cpu_seconds(pid) for pid in pids}
         time.sleep(6.0)
         used = {pid: cpu_seconds(pid) - before[pid] for pid in pids}
-        assert max(used.values()) <= 0.05, used
+        assert 0 < max(used.values()) < 0.015, used
         leave(workers)

@@ -153,8 +153,9 @@ def test_a_stranger_after_the_welcome_is_refused_with_words() -> None:
         job.join_all(hello(0, 2), hello(1, 2))
         with pytest.raises(ConfigError, match=r"complete and running.*rank 1"):
             job.join(hello(1, 2))
-        with pytest.raises(ConfigError, match="complete and running"):
-            job.join(hello(0, 0, role="server", parameters=None))
+        for stranger in (hello(0, 0, role="server", parameters=None), hello(2, 3), hello(2, 2)):
+            with pytest.raises(ConfigError, match="complete and running"):
+                job.join(stranger)
 
 
 def test_who_goes_away_before_the_welcome_is_forgotten_and_may_come_again() -> None:
