@@ -140,11 +140,6 @@ class Config:
         return cls(**reading.values)
 
     @property
-    def is_local_root(self) -> bool:
-        """True for local rank 0, the only worker of its host that talks to other hosts."""
-        return self.role == "worker" and self.local_rank == 0
-
-    @property
     def is_solo(self) -> bool:
         """True for a job of one worker and no servers: there is nobody to meet."""
         return self.role == "worker" and self.size == 1 and self.num_servers == 0
