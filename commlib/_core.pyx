@@ -29,6 +29,7 @@ cdef extern from "Python.h":
     int PyBUF_FORMAT
     int PyBUF_ND
     int PyBUF_C_CONTIGUOUS
+    int PyBUF_STRIDES
     int PyBUF_WRITABLE
 
 
@@ -152,6 +153,11 @@ cdef class Buffer:
 
     cdef object why_refused(self, object tensor, bint writable, object error):
         cdef Py_buffer any_view
+        try:
+            PyObject_GetBuffer(tensor, &any_view, PyBUF_FORMAT | PyBUF_STRIDES)
+        except (BufferError, ValueError):
+            return _unsupported_dtype(getattr(tensor, "dtype", f"of this {type(tensor).__name__}"))
+        PyBuffer_Release(&any_view)
         try:
             PyObject_GetBuffer(tensor, &any_view, PyBUF_FORMAT | PyBUF_ND | PyBUF_C_CONTIGUOUS)
         except (BufferError, ValueError):
@@ -498,12 +504,13 @@ cdef class Worker:
     cdef Handle submit(self, Buffer source, Buffer target, object result, name, int collective, int op, int root,
                        int priority, bint synchronous, str compression):
         self.reap()
-        cdef Key key = self.take_key(name, collective, source.nbytes())
+        cdef Key key = None
         cdef Handle handle = Handle.__new__(Handle)
         cdef tuple custody = (source, target, result)
         cdef Request request
         cdef Errc code = Errc.kInternal
         try:
+            key = self.take_key(name, collective, source.nbytes())
             request.hash = key.agree(self.session, collective, op, source.dtype, root, source.shape, compression)
             request.key = key.record
             request.collective = <Collective>collective
@@ -525,7 +532,10 @@ cdef class Worker:
                 raise self.session.refusal(<int>code, name)
         finally:
             if code != Errc.kOk:
-                key.record.get().give_back()
+                if key is not None:
+                    key.record.get().give_back()
+                if name is None:
+                    self.unnamed[collective] -= 1  # it has not taken part
         key.last = handle.operation
         handle.worker = self
         handle.result = result

@@ -29,6 +29,7 @@ NOBODY = 0xFFFFFFFF  # Failure::kNobody of src/sched/ready_table.hpp
 UNNAMED_MARK = "\0"  # how names of unnamed operations begin
 MAX_NAME_CHARACTERS = 4096  # of Text in commlib/control/messages.py
 VERDICT_TIMEOUT_S = 10.0
+KEPT_VERDICTS = 8  # of each name; as many signatures are kept to explain them
 SHUTDOWN_TIMEOUT_S = 5.0
 
 # Cause of src/sched/ready_table.hpp, in words that go after "rank 3 on host a …".
@@ -68,7 +69,7 @@ class Session:
             wiring.close()
             raise
         self._told: tuple[int | None, str, str] | None = None  # what the scheduler said of a lost member
-        self._verdicts: dict[tuple[str, int], Verdict] = {}
+        self._verdicts: dict[str, dict[int, Verdict]] = {}  # by name and round
         self._verdict_came = threading.Condition()
         self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopCompletions] = WeakKeyDictionary()
         self._speed_time = time.time()
@@ -201,8 +202,8 @@ class Session:
 
     def _mismatch(self, name: str, round_number: int) -> errors.MismatchError:
         with self._verdict_came:
-            self._verdict_came.wait_for(lambda: (name, round_number) in self._verdicts, VERDICT_TIMEOUT_S)
-            verdict = self._verdicts.get((name, round_number))
+            self._verdict_came.wait_for(lambda: round_number in self._verdicts.get(name, ()), VERDICT_TIMEOUT_S)
+            verdict = self._verdicts.get(name, {}).get(round_number)
         title = self.title(name)
         if verdict is None:
             return errors.MismatchError(f'the ranks do not agree about tensor "{title}"', tensor=title)
@@ -230,9 +231,10 @@ class Session:
                 name, round_number, "", f'the ranks do not agree about tensor "{self.title(name)}" ({error})', {}
             )
         with self._verdict_came:
-            self._verdicts[name, round_number] = verdict
-            for old in list(itertools.islice(self._verdicts, max(0, len(self._verdicts) - 256))):
-                del self._verdicts[old]
+            of_name = self._verdicts.setdefault(name, {})
+            of_name[round_number] = verdict
+            for old in sorted(of_name)[:-KEPT_VERDICTS]:
+                del of_name[old]
             self._verdict_came.notify_all()
 
     def _look_for_stalls(self) -> None:

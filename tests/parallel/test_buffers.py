@@ -107,9 +107,13 @@ DLPACK = """
             assert np.array_equal(out.array, result)
     tensor = Tensor(np.full(4, rank))
     assert commlib.broadcast_(tensor, size - 1) is tensor and np.all(tensor.array == size - 1)
-    for wrong, text in [(Tensor(np.ones((4, 4))[:, ::2]), "not C-contiguous"), (Tensor(np.ones(2, np.uint16)), "is not supported"),
-                        (Tensor(np.ones(2), device=(2, 0)), "not in CPU memory"),
-                        (Tensor(np.ones(2, np.complex64)), "is not supported"), (object(), "neither the buffer protocol")]:
+    for wrong, text in [
+        (Tensor(np.ones((4, 4))[:, ::2]), "not C-contiguous"),
+        (Tensor(np.ones(2, np.uint16)), "is not supported"),
+        (Tensor(np.ones(2, np.complex64)), "is not supported"),
+        (Tensor(np.ones(2), device=(2, 0)), "not in CPU memory"),
+        (object(), "neither the buffer protocol"),
+    ]:
         try:
             commlib.push_pull(wrong)
         except commlib.errors.UnsupportedError as error:
@@ -174,7 +178,8 @@ ADDRESSES = """
                                            name=f"{dtype} {count}", op=Sum, owner=owner)
             assert handle.wait() is owner
             assert all(x == rank + 1 for x in mine) and all(x == total for x in other)
-            handle = commlib.push_pull_ptr(ctypes.addressof(mine), count, np.dtype(dtype), name=f"{dtype} {count}", op=Sum)
+            handle = commlib.push_pull_ptr(ctypes.addressof(mine), count, np.dtype(dtype), name=f"{dtype} {count}",
+                                           op=Sum)
             assert handle.wait() is None
             assert all(x == total for x in mine)
     # bfloat16 by its name, which needs no package; an array of another rank of the same count and shape.
@@ -249,7 +254,7 @@ CUSTODY = """
     assert handle.wait() is kept and kept == bytes([total % 256] * 100_000)
     kept.append(1)
 
-    # Everything is dropped while it is in flight; the others still get their sums, and nothing is written where others are.
+    # Everything is dropped while it is in flight; the others get their sums, and nothing is overwritten.
     for make in (np.empty, commlib.empty):
         arrays = [make(20_001, np.float32) for _ in range(200)]
         for array in arrays:
