@@ -33,8 +33,8 @@ SCRIPT = """
     functions = [commlib.push_pull, commlib.push_pull_, commlib.push_pull_async, commlib.push_pull_async_]
 
     def refuse_all():
-        for dtype in (np.uint16, np.uint32, np.uint64, np.longdouble, np.complex64, np.complex128, np.clongdouble, ">f4",
-                      ">i8", "M8[s]", "m8[s]", "S3", "U3", object, [("a", "f4"), ("b", "f4")]):
+        for dtype in (np.uint16, np.uint32, np.uint64, np.longdouble, np.complex64, np.complex128, np.clongdouble,
+                      ">f4", ">i8", "M8[s]", "m8[s]", "S3", "U3", object, [("a", "f4"), ("b", "f4")]):
             tensor = np.zeros(3, dtype)
             for function in functions:
                 refused(UnsupportedError, "not supported", function, tensor)
@@ -64,14 +64,14 @@ SCRIPT = """
         refused(ValueError, "of shape (5,)", commlib.push_pull, ones, out=np.ones(5, np.float32))
         refused(ValueError, "of shape (7,)", commlib.push_pull, ones, out=np.ones(7, np.float32))
         memory = np.zeros(100, np.float32)
-        for first, second in [(slice(0, 50), slice(49, 99)), (slice(1, 51), slice(0, 50)), (slice(0, 99), slice(1, 100))]:
-            refused(ValueError, "overlaps", commlib.push_pull, memory[first], out=memory[second])
+        for first, second, count in [(0, 49, 50), (1, 0, 50), (0, 1, 99)]:
+            tensor, out = memory[first : first + count], memory[second : second + count]
+            refused(ValueError, "overlaps", commlib.push_pull, tensor, out=out)
 
         # Arguments
         for root in (-1, size, 10**6):
-            refused(ValueError, f"root_rank is {root}, but ranks go from 0 to {size - 1}", commlib.broadcast_, ones, root)
-            refused(ValueError, f"root_rank is {root}", commlib.broadcast, ones, root)
-            refused(ValueError, f"root_rank is {root}", commlib.broadcast_object, ones, root)
+            for function in (commlib.broadcast, commlib.broadcast_, commlib.broadcast_object):
+                refused(ValueError, f"root_rank is {root}, but ranks go from 0 to {size - 1}", function, ones, root)
         for op in (-1, 5, 99):
             refused(ValueError, f"no operation number {op}", commlib.push_pull, ones, op=op)
 
@@ -93,7 +93,7 @@ SCRIPT = """
         if rank == 0:
             handle = commlib.push_pull_async(ones, name="once", op=Sum)
             for function in functions:
-                refused(DuplicateNameError, '"once" is in flight already', function, np.ones(6, np.float32), name="once")
+                refused(DuplicateNameError, '"once" is in flight already', function, ones.copy(), name="once")
             refused(DuplicateNameError, '"once" is in flight already', commlib.broadcast_, np.ones(6), 0, name="once")
             commlib.push_pull(ones, name="go")
             assert np.all(handle.wait() == size)
