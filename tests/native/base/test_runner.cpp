@@ -83,7 +83,8 @@ TEST_CASE("a running loop sleeps when it has nothing to do and works when it is 
   const int calls = loop.calls.load();
   // Work, and one look at nothing for each sleep; a loop that spins would have made many more.
   CHECK(calls <= 5050 + loop.waits.load() + 1);
-  CHECK(loop.waits.load() <= 102);
+  // Once for each piece of work, twice where the work was seen before its wake; a loop that cannot sleep waits far oftener.
+  CHECK(loop.waits.load() <= 202);
 }
 
 TEST_CASE("stopping may come at any moment, may be repeated, and never hangs") {
