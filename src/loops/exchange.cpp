@@ -4,8 +4,9 @@
 //
 // A part lives here from its announcement until every piece of its result is here (then it is concluded as a success) or
 // until it has failed and nothing refers to its memory any more: no frame of ours with a payload in it is unsent, no
-// payload is half received, and no owner that was granted still has pieces to answer. An owner that has not been granted
-// holds nothing of ours but an EAGER frame's bytes in its own memory.
+// payload is half received, and the owners are through with it. When somebody has left, every owner answers, and until then
+// gets what it has granted, because other hosts wait for it. When the ranks disagree, an owner that has not been told so by
+// all hosts does not answer; it holds nothing of ours.
 //
 // A round fails as a whole. Owners other than the one that said FAIL may never hear of it from all hosts; they forget it
 // when the next round of the key is announced, and answer then. `find` ignores what is said of rounds that are over.
@@ -180,14 +181,15 @@ void Exchange::ask_for_partial(Part& part) noexcept {
 
 void Exchange::have_partial(Part& part) {
   part.has_partial = true;
-  if (part.failure.code != Errc::kOk) return conclude_if_over(part);
   if (!part.announced) {
+    if (part.failure.code != Errc::kOk) return conclude_if_over(part);
     if (!try_eager(part)) say_ready(part, true);
     return;
   }
   for (Owner& owner : part.owners) {
     if (owner.granted) push_to(part, owner);
   }
+  if (part.failure.code != Errc::kOk) conclude_if_over(part);
 }
 
 bool Exchange::try_eager(Part& part) {
@@ -315,7 +317,8 @@ void Exchange::settle_eager(Owner& owner) noexcept {
 void Exchange::granted(PeerId peer, const Frame& frame) {
   Part* part = find(frame);
   Owner* owner = part != nullptr ? find_owner(*part, peer) : nullptr;
-  if (owner == nullptr || owner->granted || part->failure.code != Errc::kOk) return;
+  // Also of a part that has failed: the other hosts may be through with it only when this owner is.
+  if (owner == nullptr || owner->granted) return;
   owner->granted = true;
   if (!part->contributes) return;
   if (part->has_partial) return push_to(*part, *owner);
@@ -337,13 +340,13 @@ void Exchange::fail(Part& part, Failure failure) {
   part.failure = failure;
   Operation& operation = *part.task->operation;
   operation.note_failure(failure);
-  // The other parts of the operation: what no owner has granted never will be.
-  for (std::uint32_t index = 0; index < operation.part_count; ++index) {
+  // The ranks disagree: so they do about the other parts, and no owner will ever grant those. (When somebody has left, every
+  // part is answered by itself.)
+  for (std::uint32_t index = 0; failure.code == Errc::kMismatch && index < operation.part_count; ++index) {
     const auto found = parts_.find(operation.parts[index].key());
     if (found == parts_.end() || found->second.get() == &part) continue;
     Part& other = *found->second;
-    const bool is_granted = std::ranges::any_of(other.owners, &Owner::granted);
-    if (other.round == part.round && !is_granted && other.failure.code == Errc::kOk) {
+    if (other.round == part.round && other.failure.code == Errc::kOk) {
       other.failure = failure;
       conclude_if_over(other);
     }
@@ -359,7 +362,8 @@ void Exchange::conclude_if_over(Part& part) {
     // Our partial is being made by all ranks of the host; it must not be given up under their hands.
     if (part.asked && !part.has_partial) return;
     for (const Owner& owner : part.owners) {
-      if (owner.granted && !owner.failed && owner.left != 0 && gone_[owner.peer].code == Errc::kOk) return;
+      const bool is_through = owner.failed || owner.left == 0 || gone_[owner.peer].code != Errc::kOk;
+      if (!is_through && part.announced && (owner.granted || part.failure.code != Errc::kMismatch)) return;
     }
   }
   auto node = parts_.extract(part.key);

@@ -97,14 +97,13 @@ Errc stage_in(LocalContext& context, PartTask& task) noexcept {
   return Errc::kOk;
 }
 
-// A slice once claimed is nobody else's: if it cannot be done the round is over, or the job. A neighbour that has died is
-// found, and named, by the watch; one that has shut down has taken its memory with it; anything else is ours to tell.
-Errc lost_slice(const LocalContext& context, const PartTask& task, Errc code) noexcept {
+// A slice once claimed is nobody else's: if it cannot be done the job is over. A neighbour that has died is found, and named,
+// by the watch; one that has shut down has taken its memory with it; anything else is ours to tell.
+Errc lost_slice(const LocalContext& context, Errc code) noexcept {
   if (code != Errc::kPeerLost) context.table.abort(context.global_ranks[context.local_rank], Cause::kInternal);
   for (std::uint32_t rank = 0; rank < context.local_size; ++rank) {
-    if (context.table.has_left(rank)) task.row.fail(round_of(task), {Errc::kPeerLost, context.global_ranks[rank]});
+    if (context.table.has_left(rank)) context.table.abort(context.global_ranks[rank], Cause::kLeft);
   }
-  announce_to_others(context, task);
   return Errc::kAgain;
 }
 
@@ -116,7 +115,7 @@ Errc do_slices(LocalContext& context, PartTask& task) noexcept {
   for (int slice; (slice = task.row.claim(round, context.local_rank, task.slice_count)) >= 0;) {
     const auto index = static_cast<std::uint32_t>(slice);
     const Errc code = kDoSlice(context, task, index);
-    if (code != Errc::kOk) return lost_slice(context, task, code);
+    if (code != Errc::kOk) return lost_slice(context, code);
     if (task.row.finish_slice(round, index, context.local_rank, task.slice_count)) announce_to_others(context, task);
   }
   return task.row.all_done(round, task.slice_count) ? Errc::kOk : Errc::kAgain;
@@ -129,7 +128,7 @@ Errc collect(LocalContext& context, PartTask& task) noexcept {
   for (std::uint32_t slice = 0; slice < task.slice_count; ++slice) {
     if (task.row.executor(slice) == context.local_rank) continue;
     if (context.table.aborted()) return Errc::kAgain;
-    if (const Errc code = collect_slice(context, task, slice); code != Errc::kOk) return lost_slice(context, task, code);
+    if (const Errc code = collect_slice(context, task, slice); code != Errc::kOk) return lost_slice(context, code);
   }
   if (task.row.finish_copying(round_of(task), context.local_rank)) announce_to_others(context, task);
   return Errc::kOk;

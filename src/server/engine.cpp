@@ -459,7 +459,9 @@ void ServerEngine::on_peer_left(PeerId peer, std::uint32_t member) noexcept {
   (void)guard([&] {
     for (std::size_t i = shares_.size(); i-- > 0;) {
       Share& share = shares_.at(i);
-      if (share.hosts[peer].announced == Announced::kNothing) fail(share, Errc::kPeerLost, member);
+      // Also what it has announced, if others have not: it leaves without waiting for that, and by the time they have, some
+      // hosts may have given the operation up. What is gathered now is completed.
+      if (share.phase == SharePhase::kGathering) fail(share, Errc::kPeerLost, member);
     }
     grant_waiting();
     return Errc::kOk;

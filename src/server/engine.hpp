@@ -78,8 +78,8 @@ class ServerEngine {
   // A GRANT, RESULT or FAIL that next() gave out for `to` has left (for self: has been copied). Others are ignored.
   void on_sent(PeerId to, const OutFrame& out) noexcept;
 
-  // `peer` has left in order, `member` is its name in FAIL: it announces nothing more. What it has not announced, now
-  // and later, fails with kPeerLost at the hosts that have. Its connection may still be open.
+  // `peer` has left in order, `member` is its name in FAIL: it announces nothing more. What not all hosts have announced,
+  // now and later, fails with kPeerLost at the hosts that have. Its connection may still be open.
   void on_peer_left(PeerId peer, std::uint32_t member) noexcept;
 
   // Nothing more is received from or sent to `peer`: payload addresses given for it and frames queued for it are void.
