@@ -293,7 +293,7 @@ class Job:
         if self.lab is not None:
             return {"COMMLIB_SCHEDULER": f"{self.lab.address(self._placement[0])}:5555"}
         if len(self.hosts) > 1 or servers > 0:
-            return {"COMMLIB_SCHEDULER": f"127.0.0.1:{_unused_port()}"}
+            return {"COMMLIB_SCHEDULER": f"127.0.0.1:{unused_port()}"}
         return {}
 
     def _spawn(
@@ -303,7 +303,7 @@ class Job:
         folder.mkdir()
         events_read, events_write = os.pipe()
         try:
-            env = _environment(settings, {_RESULT: str(folder / "result"), _EVENTS: str(events_write)})
+            env = environment(*settings, {_RESULT: str(folder / "result"), _EVENTS: str(events_write)})
             with open(folder / "stdout", "wb") as stdout, open(folder / "stderr", "wb") as stderr:
                 popen = subprocess.Popen(
                     argv if self.lab is None else self.lab.command(host, argv),
@@ -418,13 +418,14 @@ def _marked(variable: str, value: str, but: Collection[int]) -> dict[int, str]:
     return found
 
 
-def _environment(settings: Iterable[Mapping[str, str | None]], own: Mapping[str, str]) -> dict[str, str]:
+def environment(*settings: Mapping[str, str | None]) -> dict[str, str]:
+    """The environment of the tests without what a launcher around them has set, changed by `settings` in turn."""
     env = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(_FOREIGN_PREFIXES) and name not in _FOREIGN_NAMES
     }
-    for setting in [*settings, own]:
+    for setting in settings:
         for name, value in setting.items():
             if value is None:
                 env.pop(name, None)
@@ -433,11 +434,13 @@ def _environment(settings: Iterable[Mapping[str, str | None]], own: Mapping[str,
     return env
 
 
-def _unused_port() -> int:
+def unused_port(but: Collection[int] = ()) -> int:
     """A port of loopback below those that the kernel gives out by itself, so that only the job will ask for it."""
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     start = 20000 + os.getpid() * 7 % 10000
     for candidate in itertools.chain(range(start, lowest), range(20000, start)):
+        if candidate in but:
+            continue
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", candidate))
             return candidate
