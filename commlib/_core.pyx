@@ -336,7 +336,8 @@ cdef class Handle:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     title = self.worker.session.title(self.name)
-                    raise errors.OperationTimeout(f'"{title}" has not completed after {timeout:g} s; it stays in flight')
+                    text = f'"{title}" has not completed after {timeout:g} s; it stays in flight'
+                    raise errors.OperationTimeout(text)
         finally:
             if self.synchronous and not self.worker.core.is_forked():
                 self.synchronous = False

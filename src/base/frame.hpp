@@ -42,8 +42,8 @@ struct Frame {
   Collective collective{};          // READY, EAGER
   std::uint8_t code = 0;            // FAIL: Errc. ABORT: cause
   std::int32_t priority = 0;        // READY, EAGER
-  std::uint32_t member = 0;         // broadcast: node of the root. ABORT, FAIL: who (global rank, or kServerBit | index)
-  std::uint32_t whole = 0;          // READY, EAGER: 1 if the whole tensor goes to the owner of its first byte
+  std::uint32_t member = 0;  // broadcast: node of the root. ABORT, FAIL: who (global rank, or kServerBit | index)
+  std::uint32_t whole = 0;   // READY, EAGER: 1 if the whole tensor goes to the owner of its first byte
 };
 static_assert(sizeof(Frame) == 64 && std::is_trivially_copyable_v<Frame>);
 
@@ -51,9 +51,9 @@ using PeerId = std::uint32_t;  // index of a node: hosts 0 … n−1, then dedic
 
 // A frame on its way out. `payload` must stay readable and unchanged until it is sent or its peer is closed.
 struct OutFrame {
-  Frame frame;                         // frame.payload_bytes bytes at `payload` follow it
+  Frame frame;  // frame.payload_bytes bytes at `payload` follow it
   const std::byte* payload = nullptr;
-  void* context = nullptr;             // of whoever made the frame; given back when it has been sent
+  void* context = nullptr;  // of whoever made the frame; given back when it has been sent
 };
 
 }  // namespace commlib

@@ -33,13 +33,7 @@ typedef enum {
   COMMLIB_FLOAT64 = 9
 } commlib_dtype;
 
-typedef enum {
-  COMMLIB_AVERAGE = 0,
-  COMMLIB_SUM = 1,
-  COMMLIB_MIN = 2,
-  COMMLIB_MAX = 3,
-  COMMLIB_PRODUCT = 4
-} commlib_op;
+typedef enum { COMMLIB_AVERAGE = 0, COMMLIB_SUM = 1, COMMLIB_MIN = 2, COMMLIB_MAX = 3, COMMLIB_PRODUCT = 4 } commlib_op;
 
 /* Results of commlib_wait; the numbers are those of commlib.errors.Code. */
 #define COMMLIB_OK 0
@@ -53,20 +47,21 @@ typedef struct {
   size_t bytes;
   int (*rank)(void);
   int (*size)(void);
-  commlib_handle *(*push_pull)(const void *in, void *out, size_t count, int dtype, int op, const char *name, int priority);
-  int (*wait)(commlib_handle *handle, double timeout_s);
-  int (*done)(commlib_handle *handle);
-  const char *(*last_error)(void);
+  commlib_handle* (*push_pull)(const void* in, void* out, size_t count, int dtype, int op, const char* name,
+                               int priority);
+  int (*wait)(commlib_handle* handle, double timeout_s);
+  int (*done)(commlib_handle* handle);
+  const char* (*last_error)(void);
 } commlib_functions;
 
-static const commlib_functions *commlib_functions_ = NULL;
+static const commlib_functions* commlib_functions_ = NULL;
 
 /* As in Python.h, which need not be included. */
-void *PyCapsule_Import(const char *name, int no_block);
+void* PyCapsule_Import(const char* name, int no_block);
 
 /* Finds the functions. Holding the GIL. 0, or −1 with a Python exception set: commlib is not installed. */
 static inline int commlib_import(void) {
-  commlib_functions_ = (const commlib_functions *)PyCapsule_Import("commlib._core._C_API", 0);
+  commlib_functions_ = (const commlib_functions*)PyCapsule_Import("commlib._core._C_API", 0);
   return commlib_functions_ == NULL ? -1 : 0;
 }
 
@@ -77,23 +72,23 @@ static inline int commlib_size(void) { return commlib_functions_->size(); }
 /* Combines `count` elements of `dtype` at `in` over all ranks into `out`, which is `in` or does not overlap it. Both must
  * stay valid, and `in` unchanged, until commlib_wait has returned. `name`: the same on all ranks, NULL for operations that
  * meet in program order. Returns at once; NULL on failure (commlib_last_error). */
-static inline commlib_handle *commlib_push_pull(const void *in, void *out, size_t count, int dtype, int op,
-                                                const char *name, int priority) {
+static inline commlib_handle* commlib_push_pull(const void* in, void* out, size_t count, int dtype, int op,
+                                                const char* name, int priority) {
   return commlib_functions_->push_pull(in, out, count, dtype, op, name, priority);
 }
 
 /* Blocks until the operation has ended, at most `timeout_s` seconds (negative: the job's own limit). COMMLIB_OK, or the code
  * of the error. Frees the handle unless it returns COMMLIB_TIMEOUT: the operation is then still in flight. Ctrl-C also ends
  * the wait with COMMLIB_TIMEOUT; Python raises KeyboardInterrupt when it runs again. */
-static inline int commlib_wait(commlib_handle *handle, double timeout_s) {
+static inline int commlib_wait(commlib_handle* handle, double timeout_s) {
   return commlib_functions_->wait(handle, timeout_s);
 }
 
 /* 1 if the operation has ended, with success or not. Never blocks on other ranks. */
-static inline int commlib_done(commlib_handle *handle) { return commlib_functions_->done(handle); }
+static inline int commlib_done(commlib_handle* handle) { return commlib_functions_->done(handle); }
 
 /* The last error of this thread, in words; valid until its next call. */
-static inline const char *commlib_last_error(void) { return commlib_functions_->last_error(); }
+static inline const char* commlib_last_error(void) { return commlib_functions_->last_error(); }
 
 #ifdef __cplusplus
 }

@@ -31,18 +31,18 @@ struct WorkerOptions {
   std::uint32_t node = 0;
   std::uint32_t nodes = 1;
   std::uint32_t servers = 0;
-  std::vector<std::uint32_t> node_of_rank;     // by global rank
-  std::vector<std::uint32_t> local_ranks;      // global rank by local rank, of this host
-  std::vector<std::uint32_t> roots;            // global rank of the local root, by node
-  std::vector<std::uint32_t> ranks_per_host;   // by node
-  int table_fd = -1;                           // borrowed
-  std::vector<int> arena_fds;                  // by local rank, borrowed
-  std::vector<std::uint64_t> arena_bytes;      // by local rank
-  std::vector<int> local_pids;                 // by local rank
-  std::vector<int> local_sockets;              // by local rank, −1 where there is none; taken
-  std::vector<std::vector<int>> streams;       // by peer; taken. Empty but at local roots of several hosts
+  std::vector<std::uint32_t> node_of_rank;    // by global rank
+  std::vector<std::uint32_t> local_ranks;     // global rank by local rank, of this host
+  std::vector<std::uint32_t> roots;           // global rank of the local root, by node
+  std::vector<std::uint32_t> ranks_per_host;  // by node
+  int table_fd = -1;                          // borrowed
+  std::vector<int> arena_fds;                 // by local rank, borrowed
+  std::vector<std::uint64_t> arena_bytes;     // by local rank
+  std::vector<int> local_pids;                // by local rank
+  std::vector<int> local_sockets;             // by local rank, −1 where there is none; taken
+  std::vector<std::vector<int>> streams;      // by peer; taken. Empty but at local roots of several hosts
   std::uint64_t partition_bytes = 4 << 20;
-  std::uint64_t credit_bytes = 16 << 20;       // slots a server may have granted at once
+  std::uint64_t credit_bytes = 16 << 20;  // slots a server may have granted at once
   std::int64_t peer_timeout_ms = 30'000;
   LocalRoute route = LocalRoute::kAuto;
   int log_level = 30;

@@ -19,7 +19,7 @@ namespace commlib {
 
 namespace {
 constexpr int kBeatMs = 1'000;
-constexpr std::int64_t kAbortMs = 250;  // how long ABORT may take to leave
+constexpr std::int64_t kAbortMs = 250;     // how long ABORT may take to leave
 constexpr std::int64_t kOwnGapMs = 5'000;  // see watch.cpp
 }  // namespace
 
@@ -42,7 +42,8 @@ NetworkLoop::NetworkLoop(NetworkOptions options, ReadyTable& table, Watch* watch
 
 NetworkLoop::~NetworkLoop() { close(); }
 
-void NetworkLoop::attach(std::unique_ptr<Transport> transport, Egress& egress, ServerEngine& engine, Exchange* exchange) {
+void NetworkLoop::attach(std::unique_ptr<Transport> transport, Egress& egress, ServerEngine& engine,
+                         Exchange* exchange) {
   transport_ = std::move(transport);
   egress_ = &egress;
   engine_ = &engine;
@@ -62,7 +63,8 @@ int NetworkLoop::do_work() {
     done += transport_->do_work();
     done += deliver_own();
     if (finishing_.load(std::memory_order_acquire) != 0) transport_->finish();
-    if (transport_->finished() && finished_.exchange(1, std::memory_order_acq_rel) == 0) futex_wake(finished_, INT32_MAX);
+    if (transport_->finished() && finished_.exchange(1, std::memory_order_acq_rel) == 0)
+      futex_wake(finished_, INT32_MAX);
   } else if (exchange_ != nullptr) {
     exchange_->fail_all({Errc::kPeerLost, table_.aborted_member()});
   }
@@ -98,10 +100,16 @@ Errc NetworkLoop::on_frame(PeerId peer, const Frame& frame) noexcept {
   if (is_for_owner(frame.kind)) return engine_->on_frame(peer, frame);
   if (is_from_owner(frame.kind)) return exchange_ != nullptr ? exchange_->on_frame(peer, frame) : Errc::kInternal;
   switch (frame.kind) {
-    case FrameKind::kBeat: return Errc::kOk;
-    case FrameKind::kLeft: engine_->on_peer_left(peer, frame.member); return Errc::kOk;
-    case FrameKind::kAbort: table_.abort(frame.member, static_cast<Cause>(frame.code)); return Errc::kOk;
-    default: return Errc::kInternal;
+    case FrameKind::kBeat:
+      return Errc::kOk;
+    case FrameKind::kLeft:
+      engine_->on_peer_left(peer, frame.member);
+      return Errc::kOk;
+    case FrameKind::kAbort:
+      table_.abort(frame.member, static_cast<Cause>(frame.code));
+      return Errc::kOk;
+    default:
+      return Errc::kInternal;
   }
 }
 
@@ -124,8 +132,10 @@ void NetworkLoop::on_closed(PeerId peer, Errc code, int os_error) noexcept {
     engine_->on_peer_left(peer, member);
     if (exchange_ != nullptr) exchange_->on_peer_left(peer, member);
   } else {
-    const Cause cause = code == Errc::kInternal ? Cause::kMalformed : os_error == 0 ? Cause::kClosed
-                        : os_error == ETIMEDOUT ? Cause::kSilent : Cause::kReset;
+    const Cause cause = code == Errc::kInternal ? Cause::kMalformed
+                        : os_error == 0         ? Cause::kClosed
+                        : os_error == ETIMEDOUT ? Cause::kSilent
+                                                : Cause::kReset;
     if (table_.abort(member, cause)) {
       COMMLIB_LOG(log_, LogLevel::kError, "the connection to node %u is lost (errno %d)", peer, os_error);
     }

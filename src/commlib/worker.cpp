@@ -26,7 +26,8 @@ namespace commlib {
 
 namespace {
 
-constexpr std::uint64_t kStageAtSubmissionBytes = 1 << 20;  // up to here a copy is cheaper than a read through the kernel
+constexpr std::uint64_t kStageAtSubmissionBytes = 1
+                                                  << 20;  // up to here a copy is cheaper than a read through the kernel
 constexpr std::uint64_t kStagingBudgetBytes = 64 << 20;
 constexpr std::uint64_t kEagerBudgetBytes = 4 << 20;  // per pair of nodes
 constexpr int kSpinUs = 20;
@@ -145,9 +146,9 @@ void check(const WorkerOptions& options) {
   check_partition_bytes(options.partition_bytes);
   const bool fits = options.local_size >= 1 && options.local_rank < options.local_size && options.rank < options.size &&
                     options.local_ranks.size() == options.local_size && options.node_of_rank.size() == options.size &&
-                    options.arena_fds.size() == options.local_size && options.arena_bytes.size() == options.local_size &&
-                    options.roots.size() == options.nodes && options.ranks_per_host.size() == options.nodes &&
-                    options.local_size <= kMaxLocalRanks;
+                    options.arena_fds.size() == options.local_size &&
+                    options.arena_bytes.size() == options.local_size && options.roots.size() == options.nodes &&
+                    options.ranks_per_host.size() == options.nodes && options.local_size <= kMaxLocalRanks;
   if (!fits) throw Error(Errc::kConfig, "the topology of the job contradicts itself");
 }
 
@@ -168,8 +169,9 @@ Worker::State::State(WorkerOptions given)
       arena(arena_segments[options.local_rank], 0, arena_segments[options.local_rank].bytes()),
       admission(table, kStagingBudgetBytes * options.local_size),
       context(make_context(table, tasks, finished, arena, staged_bytes, options, arena_segments, &log)),
-      watch({options.local_rank, options.local_pids, options.local_sockets, options.local_ranks, options.peer_timeout_ms},
-            table, &log),
+      watch(
+          {options.local_rank, options.local_pids, options.local_sockets, options.local_ranks, options.peer_timeout_ms},
+          table, &log),
       network({options.node, members(options.roots, options.servers), options.peer_timeout_ms}, table, &watch, &log),
       local(context, network, 0),
       network_runner("cl-net", network, [this](const char* what) { loop_failed(what); }),
@@ -186,8 +188,8 @@ Worker::State::State(WorkerOptions given)
                         kEagerBudgetBytes, options.partition_bytes},
           *egress, &log);
       exchange = std::make_unique<Exchange>(
-          ExchangeOptions{options.node, options.nodes, options.servers, options.node_of_rank, kEagerBudgetBytes}, context,
-          *egress, network);
+          ExchangeOptions{options.node, options.nodes, options.servers, options.node_of_rank, kEagerBudgetBytes},
+          context, *egress, network);
       context.exchange = exchange.get();
       TcpOptions tcp;
       tcp.peer_timeout_ms = static_cast<int>(options.peer_timeout_ms);
@@ -195,7 +197,8 @@ Worker::State::State(WorkerOptions given)
       network.attach(std::make_unique<TcpTransport>(own(options.streams), tcp), *egress, *engine, exchange.get());
     }
   }
-  table.status(options.local_rank).probe.store(reinterpret_cast<std::uintptr_t>(&probe_word), std::memory_order_release);
+  table.status(options.local_rank)
+      .probe.store(reinterpret_cast<std::uintptr_t>(&probe_word), std::memory_order_release);
   table.ring_all();
   if (!options.threads) return;
   network_runner.start();
@@ -231,14 +234,16 @@ Row::Arrival Worker::State::place(PartTask& task) {
   const auto place_of = [&](const void* memory) {
     if (!is_in_arena(memory, task.bytes())) return Place::at_address(memory);
     const std::byte* base = arena_segments[options.local_rank].data();
-    return Place::in_arena(options.local_rank, static_cast<std::uint64_t>(static_cast<const std::byte*>(memory) - base));
+    return Place::in_arena(options.local_rank,
+                           static_cast<std::uint64_t>(static_cast<const std::byte*>(memory) - base));
   };
   const Place input = puts_in ? place_of(task.input()) : Place::nowhere();
   const Place output = takes_out ? place_of(task.output()) : Place::nowhere();
   const bool is_ordinary = input.is_address() || output.is_address();
   const bool is_small = operation.bytes() <= kStageAtSubmissionBytes;
-  const bool can_read = options.route != LocalRoute::kStaged &&
-                        table.status(options.local_rank).reachable_by.load(std::memory_order_relaxed) + 1 == options.local_size;
+  const bool can_read =
+      options.route != LocalRoute::kStaged &&
+      table.status(options.local_rank).reachable_by.load(std::memory_order_relaxed) + 1 == options.local_size;
   if (is_ordinary && task.bytes() != 0 && options.local_size > 1) {
     if (is_small && options.route != LocalRoute::kCma) stage_at_submission(task, &arrival);
     if (task.staging != Arena::kNoSpace) return arrival;
@@ -296,7 +301,8 @@ Errc Worker::State::submit(const Request& request, std::shared_ptr<Operation>* o
   operation->submitted_ms = now_ms();
   operation->parts_left.store(parts, std::memory_order_relaxed);
   operation->self = operation;
-  if (request.synchronous && !context.several_hosts && options.local_size > 1) operation->caller_slot = take_caller_slot();
+  if (request.synchronous && !context.several_hosts && options.local_size > 1)
+    operation->caller_slot = take_caller_slot();
   *out = operation;
   for (std::uint32_t index = 0; index < parts; ++index) {
     PartTask& task = operation->parts[index];
@@ -331,7 +337,8 @@ void Worker::State::start(PartTask& task) {
   const Row shared = task.row;
   const bool is_complete = shared.arrive(options.local_rank, arrival);
   // A small sum is done by the last to arrive, on the spot; the others hear of it when it is done.
-  const bool is_quick = !context.several_hosts && task.slice_count == 1 && is_complete && shared.all_staged(operation.round);
+  const bool is_quick =
+      !context.several_hosts && task.slice_count == 1 && is_complete && shared.all_staged(operation.round);
   if (is_callers) {
     if (is_complete && !is_quick) table.announce_all(row, options.local_rank);
     return;

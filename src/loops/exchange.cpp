@@ -47,9 +47,15 @@ int Exchange::take_messages() {
   messages_.drain(&taken_);
   for (const Message& message : taken_) {
     switch (message.kind) {
-      case Message::Kind::kAnnounce: begin(*message.task, false, true); break;
-      case Message::Kind::kDisagree: begin(*message.task, false, false); break;
-      case Message::Kind::kSubmit: begin(*message.task, true, true); break;
+      case Message::Kind::kAnnounce:
+        begin(*message.task, false, true);
+        break;
+      case Message::Kind::kDisagree:
+        begin(*message.task, false, false);
+        break;
+      case Message::Kind::kSubmit:
+        begin(*message.task, true, true);
+        break;
       case Message::Kind::kContribute: {
         const auto found = parts_.find(message.task->key());
         // A part that has failed may be gone, or be another round's.
@@ -105,7 +111,8 @@ void Exchange::begin(PartTask& task, bool direct, bool agree) {
   if (!take_memory(part)) return;
   if (!agree) return say_ready(part, false);
   if (part.owners.size() == 1 && operation.bytes() <= kGranuleBytes) {
-    if (part.contributes && !part.has_partial) return ask_for_partial(part);  // say something when there is something to say
+    if (part.contributes && !part.has_partial)
+      return ask_for_partial(part);  // say something when there is something to say
     if (try_eager(part)) return;
   }
   say_ready(part, true);
@@ -246,7 +253,8 @@ Exchange::Owner* Exchange::find_owner(Part& part, PeerId peer) noexcept {
 Exchange::PiecePlan* Exchange::find_piece(Part& part, PeerId peer, const Frame& frame) noexcept {
   const auto first = [](const PiecePlan& plan) { return plan.piece.first_element; };
   const auto found = std::ranges::lower_bound(part.pieces, frame.start, {}, first);
-  if (found == part.pieces.end() || found->piece.first_element != frame.start || found->piece.owner != peer) return nullptr;
+  if (found == part.pieces.end() || found->piece.first_element != frame.start || found->piece.owner != peer)
+    return nullptr;
   return found->received ? nullptr : &*found;
 }
 
@@ -270,10 +278,16 @@ Errc Exchange::on_header(PeerId peer, const Frame& frame, std::byte** into) noex
 
 Errc Exchange::on_frame(PeerId peer, const Frame& frame) noexcept {
   switch (frame.kind) {
-    case FrameKind::kGrant: granted(peer, frame); return Errc::kOk;
-    case FrameKind::kFail: failed(peer, frame); return Errc::kOk;
-    case FrameKind::kResult: break;
-    default: return Errc::kInternal;
+    case FrameKind::kGrant:
+      granted(peer, frame);
+      return Errc::kOk;
+    case FrameKind::kFail:
+      failed(peer, frame);
+      return Errc::kOk;
+    case FrameKind::kResult:
+      break;
+    default:
+      return Errc::kInternal;
   }
   Part* part = find(frame);
   if (part == nullptr) return Errc::kOk;
@@ -281,8 +295,9 @@ Errc Exchange::on_frame(PeerId peer, const Frame& frame) noexcept {
   if (plan == nullptr) return Errc::kInternal;
   if (frame.payload_bytes != 0) {
     --part->receiving;
-  } else if (frame.count != 0 || (plan->piece.count != 0 && (part->task->operation->collective != Collective::kBroadcast ||
-                                                             !part->contributes))) {
+  } else if (frame.count != 0 ||
+             (plan->piece.count != 0 &&
+              (part->task->operation->collective != Collective::kBroadcast || !part->contributes))) {
     return Errc::kInternal;  // only the contributor of a broadcast is answered with nothing
   }
   received(*part, *plan);
@@ -294,7 +309,8 @@ void Exchange::on_local(const OutFrame& out) noexcept {
   if (frame.kind == FrameKind::kResult && frame.payload_bytes != 0) {
     Part* part = find(frame);
     if (part == nullptr) return;
-    std::memcpy(part->result + frame.start * item_bytes(part->task->operation->dtype), out.payload, frame.payload_bytes);
+    std::memcpy(part->result + frame.start * item_bytes(part->task->operation->dtype), out.payload,
+                frame.payload_bytes);
     ++part->receiving;  // on_frame takes it back
   }
   (void)on_frame(options_.self, frame);
@@ -395,7 +411,8 @@ void Exchange::conclude(std::unique_ptr<Part> part) noexcept {
     if (failed) {
       // Our own shutdown is, to the other ranks of the host, a rank that has left.
       const bool is_shutdown = part->failure.code == Errc::kShutDown;
-      task.row.fail(part->round, is_shutdown ? Failure{Errc::kPeerLost, context_.global_ranks[context_.local_rank]} : part->failure);
+      task.row.fail(part->round,
+                    is_shutdown ? Failure{Errc::kPeerLost, context_.global_ranks[context_.local_rank]} : part->failure);
     } else {
       head.partial.store(part->partial_place.bits(), std::memory_order_relaxed);
       head.result.store(part->result_place.bits(), std::memory_order_relaxed);

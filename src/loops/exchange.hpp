@@ -22,7 +22,7 @@ struct ExchangeOptions {
   PeerId self = 0;
   std::uint32_t hosts = 0;
   std::uint32_t servers = 0;
-  std::vector<PeerId> node_of_rank;    // by global rank
+  std::vector<PeerId> node_of_rank;      // by global rank
   std::uint64_t eager_budget_bytes = 0;  // payload on its way to one owner without a grant
 };
 
@@ -56,22 +56,22 @@ class Exchange : public ExchangeDoor {
     PeerId peer;
     bool granted = false;
     bool failed = false;
-    std::uint32_t left = 0;       // pieces whose RESULT has not come
+    std::uint32_t left = 0;  // pieces whose RESULT has not come
     std::uint32_t eager_bytes = 0;
   };
   struct PiecePlan {
     Piece piece;
-    std::uint16_t owner;          // index in owners
+    std::uint16_t owner;  // index in owners
     bool received = false;
   };
   struct Part {
     PartTask* task = nullptr;
     std::uint64_t key = 0;
     std::uint64_t round = 0;
-    bool direct = false;          // no row: the exchange finishes the task itself
+    bool direct = false;  // no row: the exchange finishes the task itself
     bool contributes = false;
     bool announced = false;
-    bool asked = false;           // the host has been asked for its partial
+    bool asked = false;                  // the host has been asked for its partial
     const std::byte* partial = nullptr;  // readable once `has_partial`
     bool has_partial = false;
     std::byte* result = nullptr;

@@ -30,7 +30,8 @@ class ExchangeDoor {
 // kept by the local root. Any thread of that process.
 class LocalAdmission {
  public:
-  LocalAdmission(ReadyTable& table, std::uint64_t budget_bytes) : table_(table), left_bytes_(budget_bytes), budget_bytes_(budget_bytes) {}
+  LocalAdmission(ReadyTable& table, std::uint64_t budget_bytes)
+      : table_(table), left_bytes_(budget_bytes), budget_bytes_(budget_bytes) {}
   // Grants the row now or when there is room; the highest priority first. A row larger than the budget is granted alone.
   void ask(RowIndex row, std::uint64_t round, std::uint64_t bytes, std::int32_t priority) noexcept;
   void give_back(std::uint64_t bytes) noexcept;
@@ -67,8 +68,8 @@ struct LocalContext {
   std::uint32_t local_rank = 0;
   std::uint32_t local_size = 1;
   bool several_hosts = false;
-  LocalAdmission* admission = nullptr;       // the local root's
-  ExchangeDoor* exchange = nullptr;          // the local root's, in a job on several hosts
+  LocalAdmission* admission = nullptr;  // the local root's
+  ExchangeDoor* exchange = nullptr;     // the local root's, in a job on several hosts
   LogBuffer* log = nullptr;
 
   [[nodiscard]] bool is_local_root() const noexcept { return local_rank == 0; }

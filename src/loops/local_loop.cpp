@@ -9,8 +9,8 @@
 namespace commlib {
 
 namespace {
-constexpr int kTake = 256;   // announcements taken at once
-constexpr int kBatch = 16;   // tasks advanced at once
+constexpr int kTake = 256;  // announcements taken at once
+constexpr int kBatch = 16;  // tasks advanced at once
 }  // namespace
 
 LocalLoop::LocalLoop(LocalContext& context, Loop& outward, int spin_us)

@@ -14,7 +14,7 @@ namespace commlib {
 
 namespace {
 
-constexpr std::size_t kBlockBytes = 64 * 1024;      // of the tensor: inputs and output of a block together fit in L2
+constexpr std::size_t kBlockBytes = 64 * 1024;       // of the tensor: inputs and output of a block together fit in L2
 constexpr std::size_t kWholeSliceBytes = 64 * 1024;  // below, one rank does all: cheaper than waking another
 
 struct Range {
@@ -45,7 +45,8 @@ std::byte* address_of(const LocalContext& context, std::uint32_t rank, Place pla
 // Those who put something in, in local rank order.
 class Sources {
  public:
-  Sources(const LocalContext& context, const PartTask& task) noexcept : context_(context), item_(item_bytes(task.operation->dtype)) {
+  Sources(const LocalContext& context, const PartTask& task) noexcept
+      : context_(context), item_(item_bytes(task.operation->dtype)) {
     const bool is_broadcast = task.operation->collective == Collective::kBroadcast;
     const auto root = static_cast<std::uint32_t>(context.local_root_of(*task.operation));
     for (std::uint32_t rank = is_broadcast ? root : 0; rank < (is_broadcast ? root + 1 : context.local_size); ++rank) {

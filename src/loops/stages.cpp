@@ -11,7 +11,9 @@ namespace {
 
 Row& row_of(PartTask& task) noexcept { return task.row; }
 std::uint64_t round_of(const PartTask& task) noexcept { return task.operation->round; }
-RowEntry& my_entry(const LocalContext& context, const PartTask& task) noexcept { return task.row.entry(context.local_rank); }
+RowEntry& my_entry(const LocalContext& context, const PartTask& task) noexcept {
+  return task.row.entry(context.local_rank);
+}
 
 void announce_to_others(const LocalContext& context, const PartTask& task) noexcept {
   context.table.announce_all(task.row_index, context.local_rank);
@@ -41,13 +43,16 @@ Errc meet(LocalContext& context, PartTask& task) noexcept {
   const std::uint64_t round = round_of(task);
   switch (task.row.meeting(round, task.operation->hash)) {
     // One that has arrived may have given up since: it has shut down.
-    case Row::Meeting::kAgree: return has_failed(task) ? Errc::kAgain : Errc::kOk;
-    case Row::Meeting::kOver: return is_done(task) ? Errc::kOk : Errc::kAgain;
+    case Row::Meeting::kAgree:
+      return has_failed(task) ? Errc::kAgain : Errc::kOk;
+    case Row::Meeting::kOver:
+      return is_done(task) ? Errc::kOk : Errc::kAgain;
     case Row::Meeting::kDisagree:
       task.row.fail(round, {Errc::kMismatch, Failure::kNobody});
       announce_to_others(context, task);
       return Errc::kAgain;
-    case Row::Meeting::kMissing: break;
+    case Row::Meeting::kMissing:
+      break;
   }
   return Errc::kAgain;
 }
@@ -157,7 +162,8 @@ Errc local_broadcast(LocalContext& context, PartTask& task) noexcept {
   const Operation& operation = *task.operation;
   const Place place = Place::from_bits(head.result.load(std::memory_order_relaxed));
   const std::byte* const result = context.arena_bases[place.arena()] + place.offset();
-  const bool is_root = operation.collective == Collective::kBroadcast && operation.root == context.global_ranks[context.local_rank];
+  const bool is_root =
+      operation.collective == Collective::kBroadcast && operation.root == context.global_ranks[context.local_rank];
   const bool has_it = is_root && operation.input == operation.output;
   if (!has_it && task.bytes() != 0) std::memcpy(task.output(), result, task.bytes());
   if (row_of(task).finish_copying(round_of(task), context.local_rank)) context.table.announce(task.row_index, 0);
@@ -176,7 +182,8 @@ Errc release(LocalContext& context, PartTask& task) noexcept {
 }
 
 constexpr Stage kOneHost[] = {meet, admit, stage_in, do_slices<sum_slice>, collect, let_go, stage_out};
-constexpr Stage kHosts[] = {announce, await_grant, stage_in, do_slices<reduce_slice>, contribute, local_broadcast, release};
+constexpr Stage kHosts[] = {announce,   await_grant,     stage_in, do_slices<reduce_slice>,
+                            contribute, local_broadcast, release};
 constexpr Stage kReceive[] = {announce, local_broadcast, release};
 
 // Has the task failed, seen from the outside of its stages?
@@ -206,7 +213,8 @@ void finish(LocalContext& context, PartTask& task, Failure failure) noexcept {
     task.row.fail(round_of(task), failure);
     announce_to_others(context, task);
     const bool is_ours = std::ranges::find(context.global_ranks, failure.member) != context.global_ranks.end();
-    if (failure.code == Errc::kPeerLost && is_ours && context.exchange != nullptr) context.exchange->leave(failure.member);
+    if (failure.code == Errc::kPeerLost && is_ours && context.exchange != nullptr)
+      context.exchange->leave(failure.member);
     // The other parts of the operation have to look at themselves; each has its own holder.
     Operation& operation = *task.operation;
     operation.note_failure(failure);

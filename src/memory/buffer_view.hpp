@@ -30,7 +30,9 @@ inline constexpr int kReduceOpCount = 5;
   return kBytes[static_cast<int>(dtype)];
 }
 
-[[nodiscard]] constexpr bool is_integer(DType dtype) noexcept { return dtype >= DType::kUint8 && dtype <= DType::kInt64; }
+[[nodiscard]] constexpr bool is_integer(DType dtype) noexcept {
+  return dtype >= DType::kUint8 && dtype <= DType::kInt64;
+}
 
 struct BufferView {
   std::byte* data = nullptr;

@@ -26,7 +26,9 @@ namespace {
 constexpr std::size_t kPage = 4096;
 constexpr std::uint64_t kEpochBit = std::uint64_t{1} << 63;
 
-constexpr std::size_t round_up(std::size_t value, std::size_t unit) noexcept { return (value + unit - 1) / unit * unit; }
+constexpr std::size_t round_up(std::size_t value, std::size_t unit) noexcept {
+  return (value + unit - 1) / unit * unit;
+}
 
 constexpr std::size_t row_stride(std::uint32_t local_size) noexcept {
   return sizeof(RowHead) + round_up(sizeof(SliceWord) * local_size, 64) + sizeof(RowEntry) * local_size;
@@ -93,7 +95,8 @@ int Row::claim(std::uint64_t round, std::uint32_t preferred, std::uint32_t slice
     std::uint64_t seen = slices_[slice].claimed.load(std::memory_order_relaxed);
     while (seen < round) {
       // acquire: the entries of all ranks, published before the row was ready, are read next.
-      if (slices_[slice].claimed.compare_exchange_weak(seen, round, std::memory_order_acq_rel, std::memory_order_relaxed)) {
+      if (slices_[slice].claimed.compare_exchange_weak(seen, round, std::memory_order_acq_rel,
+                                                       std::memory_order_relaxed)) {
         return static_cast<int>(slice);
       }
     }
@@ -136,7 +139,8 @@ bool Row::all_copied(std::uint64_t round) const noexcept {
 }
 
 void Row::fail(std::uint64_t round, Failure failure) const noexcept {
-  const std::uint64_t word = (round << 24) | (static_cast<std::uint64_t>(failure.code) << 16) | pack_member(failure.member);
+  const std::uint64_t word =
+      (round << 24) | (static_cast<std::uint64_t>(failure.code) << 16) | pack_member(failure.member);
   std::uint64_t seen = head_->failed.load(std::memory_order_relaxed);
   // The first verdict on a round stays; an older round gives way.
   while (seen >> 24 < round) {
@@ -229,7 +233,8 @@ int ReadyTable::take(RowIndex* rows, int limit) const noexcept {
 bool ReadyTable::abort(std::uint32_t member, Cause cause) const noexcept {
   std::uint64_t expected = 0;
   const std::uint64_t word = kEpochBit | (static_cast<std::uint64_t>(cause) << 32) | member;
-  const bool first = epoch_->compare_exchange_strong(expected, word, std::memory_order_acq_rel, std::memory_order_relaxed);
+  const bool first =
+      epoch_->compare_exchange_strong(expected, word, std::memory_order_acq_rel, std::memory_order_relaxed);
   ring_all();
   return first;
 }

@@ -72,8 +72,9 @@ enum class Cause : std::uint8_t {
 
 // What one rank says of one partition. Written by that rank only.
 struct alignas(64) RowEntry {
-  std::atomic<std::uint64_t> round;   // 2r: has arrived in round r, and the fields below speak of it; 2r − 1: is arriving
-  std::atomic<std::uint64_t> hash;    // of the signature
+  std::atomic<std::uint64_t>
+      round;                        // 2r: has arrived in round r, and the fields below speak of it; 2r − 1: is arriving
+  std::atomic<std::uint64_t> hash;  // of the signature
   std::atomic<std::uint64_t> input;   // Place
   std::atomic<std::uint64_t> output;  // Place
   std::atomic<std::uint64_t> staged;  // round for which `input` can be read and `output` written by everybody
@@ -157,10 +158,10 @@ class Row {
 
 // One process of the host, as the others see it.
 struct alignas(64) RankStatus {
-  Doorbell doorbell;                    // rung when a bit of its bitmap is set, and on failure
-  std::atomic<std::uint32_t> left;      // 1: it has shut down in order
-  std::atomic<std::uint64_t> beat_ms;   // CLOCK_MONOTONIC of its last beat
-  std::atomic<std::uint64_t> probe;     // address of a word with kProbeValue in that process; 0 before it is set
+  Doorbell doorbell;                        // rung when a bit of its bitmap is set, and on failure
+  std::atomic<std::uint32_t> left;          // 1: it has shut down in order
+  std::atomic<std::uint64_t> beat_ms;       // CLOCK_MONOTONIC of its last beat
+  std::atomic<std::uint64_t> probe;         // address of a word with kProbeValue in that process; 0 before it is set
   std::atomic<std::uint32_t> reachable_by;  // how many other ranks have read that word through the kernel
   alignas(64) Doorbell callers[kCallerSlots];
   std::atomic<std::uint64_t> top[kMaxRows / (64 * 64 * 64)];

@@ -59,9 +59,9 @@ class Completion {
 struct KeyRecord {
   std::string name;
   std::uint64_t declared_key = 0;
-  std::uint64_t cursor = 0;                                       // first byte in the job's virtual byte space
-  std::vector<std::pair<RowIndex, std::uint32_t>> extents;        // first row, rows
-  std::atomic<std::uint64_t> round{0};                            // rounds submitted by this process
+  std::uint64_t cursor = 0;                                 // first byte in the job's virtual byte space
+  std::vector<std::pair<RowIndex, std::uint32_t>> extents;  // first row, rows
+  std::atomic<std::uint64_t> round{0};                      // rounds submitted by this process
   std::atomic<bool> in_flight{false};
 
   // A name has one round in flight: false if it has one already. Taken until the operation completes, or `give_back`.
@@ -97,14 +97,15 @@ struct PartTask {
   RowIndex row_index = 0;
   Row row;
   std::uint32_t slice_count = 1;
-  std::uint8_t stage = 0;           // position in the plan
-  bool finished = false;            // its holder's
-  bool admission_asked = false;     // the local root's
-  bool granted_locally = false;     // holds budget of the local admission
+  std::uint8_t stage = 0;              // position in the plan
+  bool finished = false;               // its holder's
+  bool admission_asked = false;        // the local root's
+  bool granted_locally = false;        // holds budget of the local admission
   std::uint64_t staging = UINT64_MAX;  // offset in the own arena, or UINT64_MAX
   std::uint64_t staging_charge = 0;    // bytes charged to the staging budget of this process
   std::atomic<Holder> holder{Holder::kSubmitter};
-  std::atomic<bool> in_exchange{false};  // set by the holder when handed over, cleared by the exchange when it has let go
+  std::atomic<bool> in_exchange{
+      false};                    // set by the holder when handed over, cleared by the exchange when it has let go
   PartTask* previous = nullptr;  // TaskTable's list
   PartTask* next = nullptr;
 
@@ -136,15 +137,17 @@ struct Operation {
   std::atomic<std::uint64_t> first_failure{0};  // code << 32 | member
   Completion completion;
 
-  std::shared_ptr<Operation> self;      // while in flight or not yet reaped
-  Operation* next_finished = nullptr;   // FinishedList
+  std::shared_ptr<Operation> self;     // while in flight or not yet reaped
+  Operation* next_finished = nullptr;  // FinishedList
 
   [[nodiscard]] std::size_t bytes() const noexcept { return count * item_bytes(dtype); }
   [[nodiscard]] bool has_failed() const noexcept { return first_failure.load(std::memory_order_acquire) != 0; }
   void note_failure(Failure failure) noexcept;
 };
 
-inline const std::byte* PartTask::input() const noexcept { return operation->input + first * item_bytes(operation->dtype); }
+inline const std::byte* PartTask::input() const noexcept {
+  return operation->input + first * item_bytes(operation->dtype);
+}
 inline std::byte* PartTask::output() const noexcept { return operation->output + first * item_bytes(operation->dtype); }
 inline std::uint64_t PartTask::key() const noexcept { return operation->key->declared_key << 16 | part; }
 inline std::size_t PartTask::bytes() const noexcept { return count * item_bytes(operation->dtype); }
@@ -199,8 +202,9 @@ class TaskTable {
   void waiting(std::int64_t before_ms, std::size_t limit, std::vector<Waiting>* out) const;
 
  private:
-  mutable std::mutex mutex_;  // guards all below, and that a task is not freed while it is looked at; a leaf in the order
-  PartTask** slots_;          // kMaxRows of them, in untouched pages until used
+  mutable std::mutex
+      mutex_;         // guards all below, and that a task is not freed while it is looked at; a leaf in the order
+  PartTask** slots_;  // kMaxRows of them, in untouched pages until used
   PartTask* head_ = nullptr;
   PartTask* tail_ = nullptr;
 };

@@ -10,8 +10,8 @@ import pytest
 from tests.lab import Lab
 from tests.launch import run_job
 
-# 1 KiB again and again, in every way there is to submit it. What is left over is measured after the first thousand, when
-# everything has been used once, and at the end.
+# 1 KiB again and again, in every way there is to submit it. What is left over is measured after the first thousand,
+# when everything has been used once, and at the end.
 SCRIPT = """
     import gc, json, os, sys
     import numpy as np, commlib

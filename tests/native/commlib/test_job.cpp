@@ -132,7 +132,8 @@ TEST_CASE("sums on one host are right, for every route, number of ranks and way 
         CAPTURE(static_cast<int>(route));
         CAPTURE(ranks);
         CAPTURE(synchronous);
-        sum_everywhere({.ranks_per_host = {ranks}, .partition_bytes = 256 * 1024, .route = route}, kCounts, 4, synchronous, true);
+        sum_everywhere({.ranks_per_host = {ranks}, .partition_bytes = 256 * 1024, .route = route}, kCounts, 4,
+                       synchronous, true);
       }
     }
   }
@@ -144,8 +145,9 @@ TEST_CASE("sums over hosts are right, with unequal hosts, servers and streams") 
     for (const std::uint32_t servers : {0u, 1u, 2u}) {
       CAPTURE(shape.size());
       CAPTURE(servers);
-      sum_everywhere({.ranks_per_host = shape, .servers = servers, .streams = 1 + servers, .partition_bytes = 256 * 1024},
-                     kCounts, 3, servers == 1, true);
+      sum_everywhere(
+          {.ranks_per_host = shape, .servers = servers, .streams = 1 + servers, .partition_bytes = 256 * 1024}, kCounts,
+          3, servers == 1, true);
     }
   }
 }
@@ -157,7 +159,8 @@ TEST_CASE("a job whose tensors are larger than all credit ends") {
 
 TEST_CASE("ranks that wait in opposite orders do not deadlock") {
   for (const std::vector<std::uint32_t>& shape : {std::vector<std::uint32_t>{2}, {1, 1}, {2, 1}}) {
-    JobOptions options{.ranks_per_host = shape, .partition_bytes = 64 * 1024, .credit_bytes = 64 * 1024, .route = LocalRoute::kStaged};
+    JobOptions options{
+        .ranks_per_host = shape, .partition_bytes = 64 * 1024, .credit_bytes = 64 * 1024, .route = LocalRoute::kStaged};
     Job job(options);
     constexpr std::uint64_t kCount = 300'000;
     std::vector<Job::Name> names;
@@ -202,7 +205,8 @@ TEST_CASE("ranks that wait in opposite orders do not deadlock") {
 
 TEST_CASE("ranks that disagree all get a mismatch, whatever their sizes, and the name stays usable") {
   for (const std::vector<std::uint32_t>& shape : {std::vector<std::uint32_t>{2}, {3}, {1, 1}, {2, 1}, {1, 2, 1}}) {
-    for (const auto& [usual, odd] : {std::pair<std::uint64_t, std::uint64_t>{10, 11}, {10, 200'000}, {200'000, 10}, {200'000, 200'001}}) {
+    for (const auto& [usual, odd] :
+         {std::pair<std::uint64_t, std::uint64_t>{10, 11}, {10, 200'000}, {200'000, 10}, {200'000, 200'001}}) {
       CAPTURE(shape.size());
       CAPTURE(usual);
       CAPTURE(odd);
@@ -320,7 +324,8 @@ TEST_CASE("what a rank that has left never submitted fails on the others, and na
         for (std::uint32_t rank = 0; rank < size; ++rank) {
           if (rank == leaver) continue;
           tensors[rank] = make(job.worker(rank), 1'000, 4, true);
-          operations[rank] = submit(job.worker(rank), request_of(Job::record(name), tensors[rank], DType::kFloat32, false));
+          operations[rank] =
+              submit(job.worker(rank), request_of(Job::record(name), tensors[rank], DType::kFloat32, false));
         }
         if (!before) job.worker(leaver).shutdown(2'000);
         for (std::uint32_t rank = 0; rank < size; ++rank) {
@@ -348,7 +353,8 @@ TEST_CASE("what a rank submitted and then left behind ends on the others, one wa
       std::vector<Tensor> tensors(size);
       const auto start = [&](std::uint32_t rank) {
         tensors[rank] = make(job.worker(rank), 100'000, 4, rank % 2 == 0);
-        operations[rank] = submit(job.worker(rank), request_of(Job::record(name), tensors[rank], DType::kFloat32, false));
+        operations[rank] =
+            submit(job.worker(rank), request_of(Job::record(name), tensors[rank], DType::kFloat32, false));
       };
       start(leaver);
       job.worker(leaver).shutdown(2'000);
@@ -378,7 +384,8 @@ TEST_CASE("an abort reaches every rank of every host, waiting or not") {
     std::vector<Tensor> tensors(job.size());
     for (std::uint32_t rank = 1; rank < job.size(); ++rank) {
       tensors[rank] = make(job.worker(rank), 1'000'000, 4, rank % 2 == 0);
-      operations.push_back(submit(job.worker(rank), request_of(Job::record(name), tensors[rank], DType::kFloat32, false)));
+      operations.push_back(
+          submit(job.worker(rank), request_of(Job::record(name), tensors[rank], DType::kFloat32, false)));
     }
     job.worker(0).abort(0, 1);
     for (std::uint32_t rank = 1; rank < job.size(); ++rank) {
@@ -389,7 +396,8 @@ TEST_CASE("an abort reaches every rank of every host, waiting or not") {
       const auto key = Job::record(job.declare("later", 4));
       REQUIRE(key->try_take());
       std::shared_ptr<Operation> refused;
-      CHECK(job.worker(rank).submit(request_of(key, tensors[rank], DType::kFloat32, false), &refused) == Errc::kPeerLost);
+      CHECK(job.worker(rank).submit(request_of(key, tensors[rank], DType::kFloat32, false), &refused) ==
+            Errc::kPeerLost);
     }
   }
 }

@@ -27,12 +27,13 @@ struct Plan {
 struct Rank {
   std::vector<std::shared_ptr<KeyRecord>> keys;
   std::vector<int> rounds_begun;
-  std::vector<std::vector<std::int32_t>> buffers;  // by tensor
+  std::vector<std::vector<std::int32_t>> buffers;   // by tensor
   std::vector<std::shared_ptr<Operation>> flights;  // by tensor; null: none
 };
 
 std::int32_t value(std::uint32_t rank, std::size_t tensor, int round, std::uint64_t index) {
-  return static_cast<std::int32_t>((index * 31 + rank * 1009 + tensor * 77 + static_cast<std::uint64_t>(round) * 13) % 100'003);
+  return static_cast<std::int32_t>((index * 31 + rank * 1009 + tensor * 77 + static_cast<std::uint64_t>(round) * 13) %
+                                   100'003);
 }
 
 class Script {
@@ -142,7 +143,8 @@ void explore(const Plan& plan, std::uint64_t seeds) {
   }
 }
 
-JobOptions hosts(std::vector<std::uint32_t> ranks_per_host, std::uint32_t servers, LocalRoute route = LocalRoute::kAuto) {
+JobOptions hosts(std::vector<std::uint32_t> ranks_per_host, std::uint32_t servers,
+                 LocalRoute route = LocalRoute::kAuto) {
   return {.ranks_per_host = std::move(ranks_per_host),
           .servers = servers,
           .streams = 1 + servers % 2,

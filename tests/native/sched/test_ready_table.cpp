@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "sched/ready_table.hpp"
-
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -9,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "sched/ready_table.hpp"
 #include "sched/wire.hpp"
 
 namespace commlib::test {
