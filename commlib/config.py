@@ -45,7 +45,6 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "partition_bytes": ("COMMLIB_PARTITION_BYTES", byte_count),
     "credit_bytes": ("COMMLIB_CREDIT_BYTES", byte_count),
     "streams": ("COMMLIB_STREAMS", whole_number),
-    "server_threads": ("COMMLIB_SERVER_THREADS", whole_number),
     "arena_bytes": ("COMMLIB_ARENA_BYTES", byte_count),
     "local_route": ("COMMLIB_LOCAL_ROUTE", lambda text: text.lower()),
     "stall_warning_s": ("COMMLIB_STALL_WARNING_S", seconds),
@@ -60,11 +59,6 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
 def physical_memory_bytes() -> int:
     """The machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def default_server_threads() -> int:
-    """A quarter of the CPUs that this process may use, 1 to 4: summing is bound by memory, not by arithmetic."""
-    return max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 
 
 def parent_identity() -> str:
@@ -103,7 +97,6 @@ class Config:
     partition_bytes: int = DEFAULT_PARTITION_BYTES
     credit_bytes: int = DEFAULT_CREDIT_BYTES
     streams: int = 1  # connections per pair of hosts
-    server_threads: int = field(default_factory=default_server_threads)
     arena_bytes: int = field(default_factory=physical_memory_bytes)
     local_route: str = "auto"
     stall_warning_s: float = 60.0  # 0: never
@@ -309,7 +302,6 @@ _LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a multiple of 64 KiB, 64 KiB to 1 GiB",
     ),
     "streams": (lambda v: 1 <= v <= 64, "1 to 64"),
-    "server_threads": (lambda v: 1 <= v <= 256, "1 to 256"),
     "arena_bytes": (lambda v: MIB <= v <= 1 << 46, "1 MiB to 64 TiB"),
     "local_route": (lambda v: v in LOCAL_ROUTES, "one of " + ", ".join(LOCAL_ROUTES)),
     "role": (lambda v: v in ROLES, "one of " + ", ".join(ROLES)),

@@ -102,7 +102,7 @@ def test_the_defaults_are_those_of_the_manual() -> None:
     assert limits == (60.0, 1800.0, 120.0, 30.0)
     assert not config.asynchronous
     assert config.log_level == logging.WARNING
-    assert config == Config(server_threads=config.server_threads)
+    assert config == Config()
 
 
 def test_the_default_job_is_the_same_for_siblings_and_another_for_other_parents() -> None:
@@ -289,7 +289,6 @@ def test_empty_variables_count_as_unset() -> None:
         ("COMMLIB_STREAMS", "0"),
         ("COMMLIB_STREAMS", "two"),
         ("COMMLIB_STREAMS", "1.5"),
-        ("COMMLIB_SERVER_THREADS", "0"),
         ("COMMLIB_ARENA_BYTES", "1K"),
         ("COMMLIB_LOCAL_ROUTE", "fast"),
         ("COMMLIB_CONNECT_TIMEOUT_S", "0"),

@@ -81,7 +81,7 @@ def test_ten_runs_have_the_same_bits(lab: Lab) -> None:
         digests(lab, 5, jostle=True, streams=4, partition_bytes=64 * KIB, credit_bytes=64 * KIB),
         digests(lab, 6, servers=2, streams=2, partition_bytes=256 * KIB, route="cma"),
         digests(lab, 7, jostle=True, partition_bytes=192 * KIB, credit_bytes=16 * MIB, route="staged"),
-        digests(lab, 8, jostle=True, servers=2, streams=4, partition_bytes=64 * KIB, server_threads=4),
+        digests(lab, 8, jostle=True, servers=2, streams=4, partition_bytes=64 * KIB),
         digests(lab, 9, servers=1, partition_bytes=128 * KIB, route="arena"),
     ]
     for run in runs:
