@@ -118,7 +118,8 @@ class Programs:
             except subprocess.TimeoutExpired:
                 raise AssertionError(f"{process.args!r} does not end\n{self.output()}") from None
             assert status == 0, f"{process.args!r}: status {status}\n{self.output()}"
-        assert leftovers(_MARK, self._mark) == [], self.output()
+        left = leftovers(_MARK, self._mark)
+        assert left == [], f"left behind: {left}\n{self.output()}"
 
     def places(self, job: int) -> list[Place]:
         """Where the processes of a job were, by rank, after their sums have been found right.
