@@ -183,6 +183,9 @@ class Session:
         """The error an operation failed with. For a mismatch, waits up to 10 s for what the other ranks said."""
         if code == errors.Code.MISMATCH:
             return self._mismatch(name, round_number)
+        if code == errors.Code.OUT_OF_MEMORY:
+            full = f"the arena of {self.member(member)[2]} is full; see COMMLIB_ARENA_BYTES"
+            return errors.from_code(code, f'"{self.title(name)}" failed: {full}')
         if code != errors.Code.PEER_LOST:
             return errors.from_code(code, "" if code == errors.Code.SHUT_DOWN else f'"{self.title(name)}" failed')
         # One operation fails for a member that has left in order, all of them for one that is lost.

@@ -138,6 +138,28 @@ ARENA = """
 """
 
 
+# An arena too small for what has to be staged there: the operation fails on all ranks, and others do not.
+FULL_ARENA = """
+    import numpy as np, commlib
+    from commlib.errors import CommlibError, Code
+    from tests.launch import give
+
+    commlib.init()
+    size = commlib.size()
+    for _ in range(3):
+        try:
+            commlib.push_pull(np.ones(3_000_000), name="large")
+        except CommlibError as error:
+            assert error.code == Code.OUT_OF_MEMORY, error
+            assert '"large" failed: the arena of rank ' in str(error) and "COMMLIB_ARENA_BYTES" in str(error), error
+        else:
+            raise AssertionError("no room was needed")
+        assert np.all(commlib.push_pull(np.ones(1000), name="large", op=commlib.Sum) == size)
+    give("right")
+    commlib.shutdown()
+"""
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_one_host(size: int) -> None:
     assert run_job(SCRIPT, hosts=[size], timeout=60) == ["right"] * size
@@ -151,3 +173,8 @@ def test_several_hosts(hosts: list[int], lab: Lab) -> None:
 
 def test_ordinary_memory_where_only_the_arena_will_do() -> None:
     assert run_job(ARENA, hosts=[2], env={"COMMLIB_LOCAL_ROUTE": "arena"}, timeout=30) == ["right"] * 2
+
+
+def test_an_arena_that_is_full() -> None:
+    env = {"COMMLIB_LOCAL_ROUTE": "staged", "COMMLIB_ARENA_BYTES": "1MiB"}
+    assert run_job(FULL_ARENA, hosts=[2], env=env, timeout=30) == ["right"] * 2
