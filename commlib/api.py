@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import enum
+import os
 import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ import numpy.typing as npt
 from commlib import errors
 from commlib._core import Handle
 from commlib.config import Config
-from commlib.session import Session
+from commlib.session import FORKED, Session
 
 T = TypeVar("T")
 
@@ -44,7 +45,19 @@ class ReduceOp(enum.IntEnum):
 Average, Sum, Min, Max, Product = ReduceOp
 
 _session: Session | None = None
+# In a forked child: the session of its parent. Kept, so that nothing of the parent is given back, and never used.
+_parents: Session | None = None
 _lock = threading.Lock()  # guards the making and ending of _session
+
+
+def _forget_in_child() -> None:
+    global _session, _parents, _lock
+    _lock = threading.Lock()  # a thread that exists in the parent only may hold the other one
+    if _session is not None:
+        _parents, _session = _session, None
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def init(config: Config | None = None) -> None:
@@ -58,7 +71,7 @@ def init(config: Config | None = None) -> None:
     """
     global _session
     with _lock:
-        if _session is not None and not _session.worker.is_forked():
+        if _session is not None:
             return
         _session = Session(Config.from_environment() if config is None else config)
 
@@ -66,13 +79,15 @@ def init(config: Config | None = None) -> None:
 def shutdown() -> None:
     """Leave the job in order. Blocks until what others still need has left this process, at most about 10 s.
 
-    Operations in flight fail with NotInitializedError here; on other ranks, those that this rank has not submitted fail
-    with PeerLostError. A second call does nothing; ``init`` may be called again for another job.
+    Others go on without this rank as long as they need nothing of it: what it has not submitted fails there with
+    PeerLostError. Operations in flight here are waited for up to 0.5 s. If there still are some they fail, here with
+    NotInitializedError, and the job ends for all ranks. A second call does nothing; ``init`` may be called again for
+    another job.
     """
     global _session
     with _lock:
         session, _session = _session, None
-    if session is not None and not session.worker.is_forked():
+    if session is not None:
         session.shutdown()
 
 
@@ -81,11 +96,16 @@ atexit.register(shutdown)
 
 def is_initialized() -> bool:
     """True between ``init`` and ``shutdown``, in the process that called them. Does not block."""
-    return _session is not None and not _session.worker.is_forked()
+    return _session is not None
 
 
 def session() -> Session:
-    """The session of this process, for adapters. Raises NotInitializedError before ``init`` and after ``shutdown``."""
+    """The session of this process, for adapters. Raises NotInitializedError before ``init`` and after ``shutdown``.
+
+    A process that was forked from one that had called ``init`` has none.
+    """
+    if _session is None and _parents is not None:
+        raise errors.NotInitializedError(FORKED)
     if _session is None:
         raise errors.NotInitializedError("call commlib.init() first (or again, after commlib.shutdown())")
     return _session

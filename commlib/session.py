@@ -20,7 +20,7 @@ from commlib import _core, errors
 from commlib.config import LOCAL_ROUTES, Config
 from commlib.control.bootstrap import connect_worker
 from commlib.control.interface import Hooks
-from commlib.control.messages import Signature, Verdict
+from commlib.control.messages import Declaration, Signature, Verdict
 
 log = logging.getLogger("commlib")
 
@@ -31,6 +31,10 @@ MAX_NAME_CHARACTERS = 4096  # of Text in commlib/control/messages.py
 VERDICT_TIMEOUT_S = 10.0
 KEPT_VERDICTS = 8  # of each name; as many signatures are kept to explain them
 SHUTDOWN_TIMEOUT_S = 5.0
+IN_FLIGHT_S = 0.5
+BLAME_S = 0.5
+
+FORKED = "this is a forked child of a process that called commlib.init(): it cannot communicate"
 
 # Cause of src/sched/ready_table.hpp, in words that go after "rank 3 on host a …".
 CAUSES = (
@@ -90,19 +94,32 @@ class Session:
 
     def shutdown(self) -> None:
         """Leave in order. Blocks until what is on its way to others has left, at most about 10 s."""
+        self._wait_for_what_is_in_flight()
         # No hook may run while the core goes away; the descriptor it watches is the worker's.
         self.wiring.client.detach()
         self.worker.shutdown(SHUTDOWN_TIMEOUT_S)
         self._pass_on_log()
-        if self.worker.aborted() is None:
+        lost = self.worker.aborted()
+        if lost is None:
             self.wiring.client.bye()
+        elif lost[1] != CAUSE_TOLD:
+            # Or else our own end, which is its consequence, would be taken for the first one.
+            rank, host, _ = self.member(lost[0])
+            text = self._cause(lost[1])
+            self.wiring.client.lost(rank, host, text.partition(": ")[2] or f"it {text}")
         self.wiring.client.close()
+
+    def _wait_for_what_is_in_flight(self) -> None:
+        """Nobody has waited for it, but it may well be about to end; what is broken off ends the job for all ranks."""
+        deadline = time.monotonic() + IN_FLIGHT_S
+        while self.worker.aborted() is None and self.worker.waiting(0, 1) and time.monotonic() < deadline:
+            time.sleep(0.005)
 
     # --- What the worker asks
 
     def declare(self, name: str, nbytes: int) -> tuple[int, int, Sequence[tuple[int, int]]]:
         """Key, cursor and rows of a name. Waits for the scheduler, not for other ranks."""
-        found = self.wiring.client.declare([(name, nbytes)])[0]
+        found = self._ask_scheduler([(name, nbytes)])[0]
         return found.declared_key, found.cursor, found.extents
 
     def declare_many(self, names: Sequence[tuple[str, int]]) -> None:
@@ -110,8 +127,20 @@ class Session:
         checked = [(self.checked_name(name), nbytes) for name, nbytes in names]
         new = [(name, nbytes) for name, nbytes in checked if not self.worker.knows(name)]
         if new:
-            for (name, _), found in zip(new, self.wiring.client.declare(new), strict=True):
+            for (name, _), found in zip(new, self._ask_scheduler(new), strict=True):
                 self.worker.add_declared(name, found.declared_key, found.cursor, found.extents)
+
+    def _ask_scheduler(self, names: Sequence[tuple[str, int]]) -> list[Declaration]:
+        try:
+            return self.wiring.client.declare(names)
+        except errors.PeerLostError:
+            # The scheduler goes with the rank that has started it; whose end that was the core knows a moment later.
+            deadline = time.monotonic() + BLAME_S
+            while self.worker.aborted() is None and time.monotonic() < deadline:
+                time.sleep(0.005)
+            if self.worker.aborted() is None:
+                raise
+        raise self.failure(errors.Code.PEER_LOST, NOBODY, "", 0)
 
     @staticmethod
     def checked_name(name: object) -> str:
@@ -173,8 +202,7 @@ class Session:
         if code == errors.Code.PEER_LOST:
             return self.failure(code, NOBODY, name or "", 0)
         text = {
-            errors.Code.NOT_INITIALIZED: "this is a forked child of the process that called commlib.init(): "
-            "it cannot communicate",
+            errors.Code.NOT_INITIALIZED: FORKED,
             errors.Code.UNSUPPORTED: "COMMLIB_LOCAL_ROUTE=arena takes only memory made by commlib.empty() or zeros()",
         }.get(errors.Code(code), f"the operation was refused with code {code}")
         return errors.from_code(code, text)
@@ -190,13 +218,19 @@ class Session:
             return errors.from_code(code, "" if code == errors.Code.SHUT_DOWN else f'"{self.title(name)}" failed')
         # One operation fails for a member that has left in order, all of them for one that is lost.
         member, cause = self.worker.aborted() or (member, CAUSE_LEFT)
+        if member == self.rank and cause == CAUSE_LEFT:
+            return errors.from_code(errors.Code.SHUT_DOWN)
         rank, host, who = self.member(member)
-        text = CAUSES[cause] if cause < len(CAUSES) else CAUSES[0]
+        text = self._cause(cause)
         if cause == CAUSE_TOLD and self._told is not None:
             rank, host, told = self._told
             who = f"rank {rank} on host {host}" if rank is not None else f"a server on host {host}"
             text = f"is lost: {told}"
         return errors.PeerLostError(f"{who} {text}", rank=rank, host=host, cause=text)
+
+    @staticmethod
+    def _cause(number: int) -> str:
+        return CAUSES[number] if number < len(CAUSES) else CAUSES[0]
 
     @staticmethod
     def title(name: str) -> str:

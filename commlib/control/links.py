@@ -117,8 +117,9 @@ class Links:
             except zmq.Again:
                 break
             identity, descriptor = frames[0].bytes, int(frames[-1].get(zmq.SRCFD))
-            yield from self._hung_up()
-            stands = descriptor in self._open
+            gone = list(self._hung_up())
+            yield from (hung_up for hung_up in gone if hung_up[0] != identity)
+            stands = descriptor in self._open and (identity, None) not in gone
             if stands:
                 self._identities[descriptor] = identity
             try:
@@ -172,8 +173,11 @@ def _configure(router: zmq.Socket[bytes], options: SchedulerOptions) -> None:
 
 
 def set_heartbeats(socket: zmq.Socket[bytes], peer_timeout_s: float) -> None:
-    """Have ZeroMQ's own thread, which no GIL can stop, notice a silent peer after `peer_timeout_s` seconds."""
+    """Have ZeroMQ's own thread, which no GIL can stop, notice a silent peer after `peer_timeout_s` seconds.
+
+    Each side asks for itself. To tell the other how long it should wait for the next question (ZMQ_HEARTBEAT_TTL) would
+    add nothing, and would lose members that are stopped for a while together with the scheduler: that time counts.
+    """
     timeout_ms = max(100, int(peer_timeout_s * 1000))
     socket.heartbeat_ivl = min(int(HEARTBEAT_S * 1000), timeout_ms // 3)  # one or two may come late
     socket.heartbeat_timeout = timeout_ms
-    socket.heartbeat_ttl = min(timeout_ms, 6_553_500)  # what its 16 bits of tenths of a second can say

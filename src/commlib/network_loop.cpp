@@ -9,6 +9,7 @@
 
 #include <sys/timerfd.h>
 
+#include <algorithm>
 #include <cerrno>
 
 #include "base/clock.hpp"
@@ -18,9 +19,7 @@
 namespace commlib {
 
 namespace {
-constexpr int kBeatMs = 1'000;
-constexpr std::int64_t kAbortMs = 250;     // how long ABORT may take to leave
-constexpr std::int64_t kOwnGapMs = 5'000;  // see watch.cpp
+constexpr std::int64_t kAbortMs = 250;  // how long ABORT may take to leave
 }  // namespace
 
 NetworkLoop::NetworkLoop(NetworkOptions options, ReadyTable& table, Watch* watch, LogBuffer* log)
@@ -30,6 +29,7 @@ NetworkLoop::NetworkLoop(NetworkOptions options, ReadyTable& table, Watch* watch
       log_(log),
       timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)),
       closed_(options_.member_of_peer.size()),
+      silent_ms_(options_.member_of_peer.size()),
       last_tick_ms_(now_ms()) {
   if (!timer_.is_valid()) throw_os_error("timerfd_create", errno);
   const itimerspec every{{kBeatMs / 1000, 0}, {kBeatMs / 1000, 0}};
@@ -62,7 +62,8 @@ int NetworkLoop::do_work() {
     if (exchange_ != nullptr) done += exchange_->take_messages();
     done += transport_->do_work();
     done += deliver_own();
-    if (finishing_.load(std::memory_order_acquire) != 0) transport_->finish();
+    // Nothing can be said after BYE, so ABORT goes first.
+    if (finishing_.load(std::memory_order_acquire) != 0 && !table_.aborted()) transport_->finish();
     if (transport_->finished() && finished_.exchange(1, std::memory_order_acq_rel) == 0)
       futex_wake(finished_, INT32_MAX);
   } else if (exchange_ != nullptr) {
@@ -147,7 +148,7 @@ int NetworkLoop::tick() noexcept {
   std::uint64_t expirations = 0;
   if (::read(timer_.get(), &expirations, sizeof expirations) != static_cast<ssize_t>(sizeof expirations)) return 0;
   const std::int64_t now = now_ms();
-  const bool was_stopped = now - last_tick_ms_ > kOwnGapMs;
+  const std::int64_t passed_ms = std::min(now - last_tick_ms_, kBeatMs);  // as in Watch::beat
   last_tick_ms_ = now;
   if (watch_ != nullptr) watch_->beat(now);
   if (transport_ == nullptr || given_up_) return 0;
@@ -159,7 +160,8 @@ int NetworkLoop::tick() noexcept {
       beat.frame.kind = FrameKind::kBeat;
       egress_->push(peer, beat, 0);
     }
-    if (!was_stopped && transport_->silent_ms(peer) > options_.peer_timeout_ms) {
+    silent_ms_[peer] = std::min(silent_ms_[peer] + passed_ms, transport_->silent_ms(peer));
+    if (silent_ms_[peer] > options_.peer_timeout_ms) {
       table_.abort(options_.member_of_peer[peer], Cause::kSilent);
     }
   }

@@ -69,8 +69,9 @@ class NetworkLoop : public Loop, private FrameSink {
   Exchange* exchange_ = nullptr;
   EventFd wake_;
   Fd timer_;
-  std::vector<pollfd> polled_;  // wake_, timer_, transport, then the watch's
-  std::vector<bool> closed_;    // by peer
+  std::vector<pollfd> polled_;           // wake_, timer_, transport, then the watch's
+  std::vector<bool> closed_;             // by peer
+  std::vector<std::int64_t> silent_ms_;  // by peer: as far as we were awake ourselves
   std::atomic<std::uint32_t> finishing_{0};
   std::atomic<std::uint32_t> finished_{0};  // futex word of wait_finished
   std::int64_t giving_up_since_ms_ = -1;    // ABORT has been queued

@@ -33,7 +33,7 @@ struct Server::State : private ForkGuard::Member {
       for (const int descriptor : options.streams[peer]) streams[peer].emplace_back(descriptor);
     }
     TcpOptions tcp;
-    tcp.peer_timeout_ms = static_cast<int>(options.peer_timeout_ms);
+    tcp.peer_timeout_ms = 0;  // beats tell who is silent; the kernel would go on counting while we are stopped
     tcp.phase = options.index % options.nodes;
     network.attach(std::make_unique<TcpTransport>(std::move(streams), tcp), egress, engine, nullptr);
     if (options.threads) runner.start();

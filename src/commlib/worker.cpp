@@ -75,6 +75,7 @@ struct Worker::State : private ForkGuard::Member {
   bool is_in_arena(const void* memory, std::size_t bytes) const noexcept;
   bool drive(Operation& operation, std::int64_t deadline_ms) noexcept;
   void fail_rest() noexcept;
+  void give_up_job() noexcept;
   void loop_failed(const char* what) noexcept;
 
   WorkerOptions options;
@@ -192,7 +193,7 @@ Worker::State::State(WorkerOptions given)
           context, *egress, network);
       context.exchange = exchange.get();
       TcpOptions tcp;
-      tcp.peer_timeout_ms = static_cast<int>(options.peer_timeout_ms);
+      tcp.peer_timeout_ms = 0;  // beats tell who is silent; the kernel would go on counting while we are stopped
       tcp.phase = (options.node + 1) % peers;
       network.attach(std::make_unique<TcpTransport>(own(options.streams), tcp), *egress, *engine, exchange.get());
     }
@@ -206,6 +207,10 @@ Worker::State::State(WorkerOptions given)
 }
 
 Worker::State::~State() { shutdown(0); }
+
+// Before something in flight is broken off: others may be using its memory, or have been promised it, and must not take for a
+// sum what they find there when it has been given back.
+void Worker::State::give_up_job() noexcept { table.abort(options.rank, Cause::kLeft); }
 
 void Worker::State::loop_failed(const char* what) noexcept {
   COMMLIB_LOG(&log, LogLevel::kError, "a loop of rank %u failed: %s", options.rank, what);
@@ -391,6 +396,7 @@ bool Worker::State::drive(Operation& operation, std::int64_t deadline_ms) noexce
       if (task.finished) continue;
       if (progress(context, task)) continue;
       if (!closing.load(std::memory_order_acquire)) continue;
+      give_up_job();
       task.finished = true;
       tasks.remove(task);
       finish_part(task, {Errc::kShutDown, Failure::kNobody}, finished);
@@ -421,6 +427,9 @@ void Worker::State::hand_over(Operation& operation) noexcept {
 
 void Worker::State::shutdown(int timeout_ms) noexcept {
   if (::getpid() != pid || closing.exchange(true, std::memory_order_seq_cst)) return;
+  std::vector<RowIndex> in_flight;
+  tasks.rows(&in_flight);
+  if (!in_flight.empty()) give_up_job();
   table.leave();
   if (exchange != nullptr) {
     network.finish();
@@ -439,6 +448,7 @@ void Worker::State::fail_rest() noexcept {
   if (exchange != nullptr) exchange->fail_all(failure);
   std::vector<RowIndex> rows;
   tasks.rows(&rows);
+  if (!rows.empty()) give_up_job();
   for (const RowIndex row : rows) {
     PartTask* task = tasks.find(row);
     if (task == nullptr) continue;

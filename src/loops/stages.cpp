@@ -89,6 +89,8 @@ Errc stage_in(LocalContext& context, PartTask& task) noexcept {
   if (mine.staged.load(std::memory_order_relaxed) >= round_of(task)) return Errc::kOk;
   const std::uint64_t offset = context.arena.allocate(task.bytes());
   if (offset == Arena::kNoSpace) {
+    // Other hosts wait for what this one has announced, and there is no taking back.
+    if (context.several_hosts) context.table.abort(context.global_ranks[context.local_rank], Cause::kMemory);
     task.row.fail(round_of(task), {Errc::kOutOfMemory, context.global_ranks[context.local_rank]});
     announce_to_others(context, task);
     return Errc::kAgain;
@@ -105,12 +107,16 @@ Errc stage_in(LocalContext& context, PartTask& task) noexcept {
 // A slice once claimed is nobody else's: if it cannot be done the job is over. A neighbour that has died is found, and named,
 // by the watch; one that has shut down has taken its memory with it; anything else is ours to tell.
 Errc lost_slice(const LocalContext& context, Errc code) noexcept {
-  if (code != Errc::kPeerLost) context.table.abort(context.global_ranks[context.local_rank], Cause::kInternal);
   for (std::uint32_t rank = 0; rank < context.local_size; ++rank) {
     if (context.table.has_left(rank)) context.table.abort(context.global_ranks[rank], Cause::kLeft);
   }
+  if (code != Errc::kPeerLost) context.table.abort(context.global_ranks[context.local_rank], Cause::kInternal);
   return Errc::kAgain;
 }
+
+// Who breaks off what he has submitted ends the job, and only then gives its memory back: what was read until then is what he
+// had put in.
+Errc read_in_time(const LocalContext& context) noexcept { return context.table.aborted() ? Errc::kAgain : Errc::kOk; }
 
 // Do slices as long as there are any to take.
 template <auto kDoSlice>
@@ -121,6 +127,7 @@ Errc do_slices(LocalContext& context, PartTask& task) noexcept {
     const auto index = static_cast<std::uint32_t>(slice);
     const Errc code = kDoSlice(context, task, index);
     if (code != Errc::kOk) return lost_slice(context, code);
+    if (read_in_time(context) != Errc::kOk) return Errc::kAgain;
     if (task.row.finish_slice(round, index, context.local_rank, task.slice_count)) announce_to_others(context, task);
   }
   return task.row.all_done(round, task.slice_count) ? Errc::kOk : Errc::kAgain;
@@ -135,6 +142,7 @@ Errc collect(LocalContext& context, PartTask& task) noexcept {
     if (context.table.aborted()) return Errc::kAgain;
     if (const Errc code = collect_slice(context, task, slice); code != Errc::kOk) return lost_slice(context, code);
   }
+  if (read_in_time(context) != Errc::kOk) return Errc::kAgain;
   if (task.row.finish_copying(round_of(task), context.local_rank)) announce_to_others(context, task);
   return Errc::kOk;
 }

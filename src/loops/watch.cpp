@@ -5,14 +5,11 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "base/clock.hpp"
 
 namespace commlib {
-
-namespace {
-// A loop that looks this long after its last look has itself been stopped, and must not take the others' silence for death.
-constexpr std::int64_t kOwnGapMs = 5'000;
-}  // namespace
 
 Watch::Watch(Options options, ReadyTable& table, LogBuffer* log)
     : table_(table),
@@ -25,7 +22,6 @@ Watch::Watch(Options options, ReadyTable& table, LogBuffer* log)
     if (rank == local_rank_) continue;
     Neighbour& neighbour = neighbours_.emplace_back();
     neighbour.local_rank = rank;
-    neighbour.changed_ms = last_look_ms_;
     if (rank < options.pids.size() && options.pids[rank] > 0) {
       // Close-on-exec by itself. It may fail: the process is not visible from here, or gone; the socket and the beats remain.
       neighbour.process = Fd(static_cast<int>(::syscall(SYS_pidfd_open, options.pids[rank], 0)));
@@ -71,15 +67,15 @@ void Watch::lost(Neighbour& neighbour, Cause cause) noexcept {
 
 void Watch::beat(std::int64_t now) noexcept {
   table_.status(local_rank_).beat_ms.store(static_cast<std::uint64_t>(now), std::memory_order_relaxed);
-  const bool was_stopped = now - last_look_ms_ > kOwnGapMs;
+  // However long ago the last look was, it counts as one beat: who has been stopped himself (Ctrl-Z, a machine that
+  // slept) must not take the others' silence for death.
+  const std::int64_t passed_ms = std::min(now - last_look_ms_, kBeatMs);
   last_look_ms_ = now;
   for (Neighbour& neighbour : neighbours_) {
     const std::uint64_t beat = table_.status(neighbour.local_rank).beat_ms.load(std::memory_order_relaxed);
-    if (beat != neighbour.last_beat || was_stopped) {
-      neighbour.last_beat = beat;
-      neighbour.changed_ms = now;
-    }
-    if (!neighbour.gone && now - neighbour.changed_ms > peer_timeout_ms_) lost(neighbour, Cause::kSilent);
+    neighbour.silent_ms = beat != neighbour.last_beat ? 0 : neighbour.silent_ms + passed_ms;
+    neighbour.last_beat = beat;
+    if (!neighbour.gone && neighbour.silent_ms > peer_timeout_ms_) lost(neighbour, Cause::kSilent);
   }
 }
 

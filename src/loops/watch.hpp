@@ -14,6 +14,8 @@
 
 namespace commlib {
 
+inline constexpr std::int64_t kBeatMs = 1'000;
+
 class Watch {
  public:
   struct Options {
@@ -38,7 +40,7 @@ class Watch {
     Fd process;
     Fd socket;
     std::uint64_t last_beat = 0;
-    std::int64_t changed_ms = 0;
+    std::int64_t silent_ms = 0;  // since `last_beat`, as far as we were awake ourselves
     bool gone = false;
   };
   void lost(Neighbour& neighbour, Cause cause) noexcept;

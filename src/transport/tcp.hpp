@@ -15,7 +15,8 @@
 namespace commlib {
 
 struct TcpOptions {
-  int peer_timeout_ms = 30'000;                    // how long sent bytes may stay unacknowledged (TCP_USER_TIMEOUT)
+  int peer_timeout_ms =
+      30'000;  // how long sent bytes may stay unacknowledged (TCP_USER_TIMEOUT); 0: the kernel's limit
   std::uint32_t notsent_lowat_bytes = 128 * 1024;  // unsent bytes in the kernel beyond which no frame is taken
   std::uint32_t phase = 0;  // the peer that is served first, so that hosts do not all begin with one
 };
