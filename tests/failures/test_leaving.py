@@ -68,7 +68,8 @@ BROKEN_OFF = """
     rank, size = commlib.rank(), commlib.size()
     tensor = commlib.empty(1 << 21, np.float32) if where == "arena" else np.empty(1 << 21, np.float32)
     tensor.fill(rank + 1)
-    commlib.barrier()
+    # The end of the job may overtake the last word of the barrier: that is no fault of either.
+    early = told(commlib.barrier)
     if rank == leaver:
         handle = commlib.push_pull_async(tensor, name="tensor", op=commlib.Sum)
         until = time.perf_counter() + delay
@@ -79,7 +80,7 @@ BROKEN_OFF = """
         give(told(lambda: handle.wait(0) is tensor))
         commlib.shutdown()
     else:
-        result = told(lambda: commlib.push_pull(tensor, name="tensor", op=commlib.Sum, timeout=20))
+        result = early or told(lambda: commlib.push_pull(tensor, name="tensor", op=commlib.Sum, timeout=20))
         give(result if isinstance(result, str) else bool((result == size * (size + 1) // 2).all()))
     announce("done")
     listen()
