@@ -99,8 +99,8 @@ class Worker {
   [[nodiscard]] std::uint32_t aborted_member() const noexcept;
   [[nodiscard]] int aborted_cause() const noexcept;
 
-  // Leave in order. Operations in flight complete with kShutDown. Waits at most `timeout_ms` for what is still on its way to
-  // others. May be repeated. Not in a forked child, where it does nothing.
+  // Leave in order. Operations in flight are broken off, with kShutDown or kPeerLost, and end the job for all. Waits at most
+  // `timeout_ms` for what is still on its way to others. May be repeated. Not in a forked child, where it does nothing.
   void shutdown(int timeout_ms) noexcept;
   [[nodiscard]] bool is_forked() const noexcept;  // this is a child of the process that made the worker
 

@@ -19,7 +19,7 @@
 namespace commlib {
 
 namespace {
-constexpr std::int64_t kAbortMs = 250;  // how long ABORT may take to leave
+constexpr std::int64_t kAbortMs = 1'000;  // how long ABORT may take to leave
 }  // namespace
 
 NetworkLoop::NetworkLoop(NetworkOptions options, ReadyTable& table, Watch* watch, LogBuffer* log)
@@ -127,7 +127,7 @@ void NetworkLoop::on_closed(PeerId peer, Errc code, int os_error) noexcept {
   closed_[peer] = true;
   egress_->discard(peer);
   const std::uint32_t member = options_.member_of_peer[peer];
-  if (finishing_.load(std::memory_order_acquire) != 0 || giving_up_since_ms_ >= 0) {
+  if (finishing_.load(std::memory_order_acquire) != 0 || table_.aborted()) {
     // A peer closes because we leave: it owes us nothing, and what is in flight here ends with our own shutdown, or has failed.
   } else if (code == Errc::kOk) {
     engine_->on_peer_left(peer, member);
