@@ -28,7 +28,7 @@ from commlib.config import Config
 from commlib.control import messages as m
 from commlib.control.addresses import join_address, listening_address, local_name, split_address
 from commlib.control.client import ControlClient
-from commlib.control.fdpass import peer_credentials, receive_descriptors, send_descriptors
+from commlib.control.fdpass import peer_credentials, receive_descriptors, require_descriptors, send_descriptors
 from commlib.control.handshake import Claim
 from commlib.control.links import AddressTaken
 from commlib.control.local import LocalControl
@@ -47,6 +47,7 @@ TableBytes = Callable[[int], int]
 SCHEDULER_GRACE_S = 2.0  # for a scheduler whose job cannot begin, to tell the others
 PROBE_S = 2.0
 BACKLOG = 1024
+DESCRIPTORS = 40  # that a member needs in any case, and some for the program
 
 
 def connect_worker(config: Config, table_bytes: TableBytes) -> Wiring:
@@ -61,11 +62,14 @@ def connect_worker(config: Config, table_bytes: TableBytes) -> Wiring:
         )
     if config.is_solo:
         return _connect_solo(config, table_bytes)
+    hosts = -(-config.size // config.local_size)  # about: they may be unequal
+    peers_streams = (hosts - 1 + config.num_servers) * config.streams if config.local_rank == 0 else 0
+    require_descriptors(DESCRIPTORS + 2 * config.local_size + peers_streams)
     with contextlib.ExitStack() as undo:
         attempt = _Attempt(config, undo)
         root_listener = attempt.listen_locally() if config.local_rank == 0 and config.local_size > 1 else None
         process = attempt.start_scheduler() if config.rank == 0 and not config.scheduler_external else None
-        client = attempt.join(_worker_hello(attempt), process)
+        client = attempt.join(_worker_hello(attempt, table_bytes), process)
         if isinstance(root_listener, ConfigError):
             raise root_listener
         node = client.welcome.members[config.rank].node
@@ -100,6 +104,7 @@ def connect_server(config: Config) -> Wiring:
     """
     if config.role != "server":
         raise ConfigError(f"this process is a {config.role}; expected the settings of a server")
+    require_descriptors(DESCRIPTORS)
     with contextlib.ExitStack() as undo:
         attempt = _Attempt(config, undo)
         client = attempt.join(_hello(attempt), None)
@@ -126,7 +131,7 @@ def connect_server(config: Config) -> Wiring:
 
 def _connect_solo(config: Config, table_bytes: TableBytes) -> Wiring:
     """A job of one: its memory, and nobody to meet."""
-    arena_bytes = mappable_bytes(config.arena_bytes, 1)
+    arena_bytes = mappable_bytes(config.arena_bytes, 1, table_bytes(1))
     arena_fd = make_segment("arena", arena_bytes)
     try:
         table_fd = make_segment("table", table_bytes(1))
@@ -302,7 +307,7 @@ def _hello(attempt: _Attempt) -> m.Hello:
     )
 
 
-def _worker_hello(attempt: _Attempt) -> m.Hello:
+def _worker_hello(attempt: _Attempt, table_bytes: TableBytes) -> m.Hello:
     config = attempt.config
     return msgspec.structs.replace(
         _hello(attempt),
@@ -312,7 +317,7 @@ def _worker_hello(attempt: _Attempt) -> m.Hello:
         local_size=config.local_size,
         node=config.node,
         num_servers=config.num_servers,
-        arena_bytes=mappable_bytes(config.arena_bytes, config.local_size),
+        arena_bytes=mappable_bytes(config.arena_bytes, config.local_size, table_bytes(config.local_size)),
         parameters=_parameters(config),
     )
 

@@ -17,13 +17,32 @@ from commlib.errors import CommlibError, OperationTimeout, PeerLostError
 if TYPE_CHECKING:
     from commlib.control.streams import Alarm
 
-__all__ = ["peer_credentials", "receive_descriptors", "send_descriptors"]
+__all__ = ["peer_credentials", "receive_descriptors", "require_descriptors", "send_descriptors"]
 
 HEADER = struct.Struct("<II")  # bytes of the words, descriptors that follow them
 FDS_PER_MESSAGE = 200  # the kernel takes 253
 MAX_WORDS_BYTES = 1 << 20
 MAX_FDS = 1 << 16
 CREDENTIALS = struct.Struct("iII")
+
+
+def require_descriptors(count: int) -> None:
+    """Raise CommlibError unless this process can open `count` descriptors more.
+
+    To be asked before anything is begun: where ZeroMQ cannot have one it ends the process.
+    """
+    opened: list[int] = []
+    try:
+        while len(opened) < count:
+            opened.append(os.open("/", os.O_PATH | os.O_CLOEXEC))
+    except OSError as error:
+        raise CommlibError(
+            f"this process can open only {len(opened)} more descriptors, and needs about {count} to join a job "
+            f"({error.strerror}); raise its limit (ulimit -n)"
+        ) from None
+    finally:
+        for fd in opened:
+            os.close(fd)
 
 
 def peer_credentials(socket: sockets.socket) -> tuple[int, int]:

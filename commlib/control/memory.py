@@ -13,6 +13,9 @@ from commlib.errors import Code, CommlibError, from_code
 __all__ = ["MIN_ARENA_BYTES", "check_segment", "make_segment", "mappable_bytes"]
 
 MIN_ARENA_BYTES = 1 << 20
+THREADS_BYTES = (
+    256 << 20
+)  # stacks and heaps of threads: where ZeroMQ gets none it ends the process
 
 
 def make_segment(name: str, segment_bytes: int) -> int:
@@ -44,17 +47,18 @@ def check_segment(fd: int, segment_bytes: int) -> None:
         raise CommlibError("a process of this host sent shared memory of another size than it said")
 
 
-def mappable_bytes(wanted_bytes: int, segments: int) -> int:
+def mappable_bytes(wanted_bytes: int, segments: int, besides_bytes: int = 0) -> int:
     """How large each of `segments` arenas can be, at most `wanted_bytes` and in whole pages, for all to be mapped here.
 
-    Where the address space is limited (``ulimit -v``), half of what is left is kept free for the program itself. Raises
-    CommlibError if there is no room for any arena worth having.
+    Where the address space is limited (``ulimit -v``), room for `besides_bytes` and some threads is left, and half of the
+    rest is the program's. Raises CommlibError if there is no room for any arena worth having.
     """
     arena_bytes = wanted_bytes // mmap.PAGESIZE * mmap.PAGESIZE
     while arena_bytes >= MIN_ARENA_BYTES:
         try:
             # No access, no memory: only addresses are taken, for a moment.
-            mmap.mmap(-1, 2 * segments * arena_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0).close()
+            room = 2 * segments * arena_bytes + besides_bytes + THREADS_BYTES
+            mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0).close()
             return arena_bytes
         except (OSError, OverflowError) as error:
             if isinstance(error, OSError) and error.errno != errno.ENOMEM:
