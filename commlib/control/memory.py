@@ -50,8 +50,8 @@ def check_segment(fd: int, segment_bytes: int) -> None:
 def mappable_bytes(wanted_bytes: int, segments: int, besides_bytes: int = 0) -> int:
     """How large each of `segments` arenas can be, at most `wanted_bytes` and in whole pages, for all to be mapped here.
 
-    Where the address space is limited (``ulimit -v``), room for `besides_bytes` and some threads is left, and half of the
-    rest is the program's. Raises CommlibError if there is no room for any arena worth having.
+    Where the address space is limited (``ulimit -v``), room is left for `besides_bytes` and some threads, and half of
+    what then remains for the program. Raises CommlibError if there is no room for any arena worth having.
     """
     arena_bytes = wanted_bytes // mmap.PAGESIZE * mmap.PAGESIZE
     while arena_bytes >= MIN_ARENA_BYTES:
