@@ -13,9 +13,8 @@ from commlib.errors import Code, CommlibError, from_code
 __all__ = ["MIN_ARENA_BYTES", "check_segment", "make_segment", "mappable_bytes"]
 
 MIN_ARENA_BYTES = 1 << 20
-THREADS_BYTES = (
-    256 << 20
-)  # stacks and heaps of threads: where ZeroMQ gets none it ends the process
+# For stacks and heaps of threads: where ZeroMQ gets none it ends the process.
+THREADS_BYTES = 256 << 20
 
 
 def make_segment(name: str, segment_bytes: int) -> int:
