@@ -11,7 +11,7 @@ from commlib.config import Config
 from commlib.control.bootstrap import connect_server
 from commlib.control.interface import Hooks
 from commlib.errors import PeerLostError
-from commlib.session import CAUSE_TOLD, CAUSES, NOBODY
+from commlib.losses import CAUSE_TOLD, NOBODY, Told, peer_lost
 
 log = logging.getLogger("commlib")
 
@@ -26,6 +26,8 @@ def serve(config: Config) -> None:
     wiring = connect_server(config)
     over = threading.Event()
     failed = False
+    scheduler_lost = False
+    told: Told | None = None
 
     def on_over(job_failed: bool) -> None:
         nonlocal failed
@@ -33,14 +35,21 @@ def serve(config: Config) -> None:
         over.set()
 
     def on_lost(rank: int | None, host: str, cause: str) -> None:
+        nonlocal told
+        told = Told(rank, host, cause)
         if server is not None:
             server.abort(NOBODY if rank is None else rank, CAUSE_TOLD)
+        on_over(True)
+
+    def on_scheduler_lost() -> None:
+        nonlocal scheduler_lost
+        scheduler_lost = True
         on_over(True)
 
     # A job on one host sums in shared memory: there is nothing to serve, only a member to be.
     server = _core.Server(wiring, config.log_level) if wiring.num_nodes > 1 else None
     try:
-        wiring.client.attach(Hooks(on_over=on_over, on_lost=on_lost, on_scheduler_lost=lambda: on_over(True)))
+        wiring.client.attach(Hooks(on_over=on_over, on_lost=on_lost, on_scheduler_lost=on_scheduler_lost))
         over.wait()
         aborted = None
         if server is not None:
@@ -49,8 +58,10 @@ def serve(config: Config) -> None:
             log.info("served: received %d bytes of pushes, sent %d bytes of results", received, sent)
             aborted = server.aborted()
         if failed or aborted is not None:
-            member, cause = aborted or (NOBODY, 0)
-            raise PeerLostError(f"the job has failed: member {member} {CAUSES[cause]}")
+            if aborted is None and scheduler_lost:
+                raise PeerLostError("the scheduler is lost", cause="is lost")
+            member, cause = aborted or (NOBODY, CAUSE_TOLD)
+            raise peer_lost(wiring, member, cause, told)
     finally:
         for level, text in server.take_log() if server is not None else []:
             log.log(level, "%s", text)

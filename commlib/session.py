@@ -21,11 +21,10 @@ from commlib.config import LOCAL_ROUTES, Config
 from commlib.control.bootstrap import connect_worker
 from commlib.control.interface import Hooks
 from commlib.control.messages import Declaration, Signature, Verdict
+from commlib.losses import CAUSE_LEFT, CAUSE_TOLD, NOBODY, Told, cause_in_words, member_in_words, peer_lost
 
 log = logging.getLogger("commlib")
 
-SERVER_BIT = 1 << 31  # kServerBit of src/sched/wire.hpp
-NOBODY = 0xFFFFFFFF  # Failure::kNobody of src/sched/ready_table.hpp
 UNNAMED_MARK = "\0"  # how names of unnamed operations begin
 MAX_NAME_CHARACTERS = 4096  # of Text in commlib/control/messages.py
 VERDICT_TIMEOUT_S = 10.0
@@ -35,21 +34,6 @@ IN_FLIGHT_S = 0.5
 BLAME_S = 0.5
 
 FORKED = "this is a forked child of a process that called commlib.init(): it cannot communicate"
-
-# Cause of src/sched/ready_table.hpp, in words that go after "rank 3 on host a …".
-CAUSES = (
-    "is lost",
-    "is lost: its process has ended",
-    "is lost: it closed its connection",
-    "is lost: its connection failed",
-    "is lost: it has given no sign of life for the peer timeout",
-    "is lost: it sent what no member of this job sends",
-    "has failed with a fault of the library; see its log",
-    "has left the job: it shut down while others still needed it",
-    "is lost",
-    "has no memory left in its arena; see COMMLIB_ARENA_BYTES",
-)
-CAUSE_LEFT, CAUSE_TOLD = 7, 8
 
 
 class Session:
@@ -72,7 +56,7 @@ class Session:
         except BaseException:
             wiring.close()
             raise
-        self._told: tuple[int | None, str, str] | None = None  # what the scheduler said of a lost member
+        self._told: Told | None = None
         self._verdicts: dict[str, dict[int, Verdict]] = {}  # by name and round
         self._verdict_came = threading.Condition()
         self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopCompletions] = WeakKeyDictionary()
@@ -104,8 +88,8 @@ class Session:
             self.wiring.client.bye()
         elif lost[1] != CAUSE_TOLD:
             # Or else our own end, which is its consequence, would be taken for the first one.
-            rank, host, _ = self.member(lost[0])
-            text = self._cause(lost[1])
+            rank, host, _ = member_in_words(self.wiring, lost[0])
+            text = cause_in_words(lost[1])
             self.wiring.client.lost(rank, host, text.partition(": ")[2] or f"it {text}")
         self.wiring.client.close()
 
@@ -186,17 +170,6 @@ class Session:
 
     # --- Words
 
-    def member(self, number: int) -> tuple[int | None, str, str]:
-        """Rank (None for a server), host, and both in words."""
-        if number == NOBODY:
-            return None, "", "a member"
-        if number & SERVER_BIT:
-            index = number & ~SERVER_BIT
-            host = self.wiring.servers[index] if index < len(self.wiring.servers) else "?"
-            return None, host, f"server {index} on host {host}"
-        host = self.wiring.members[number].host if number < len(self.wiring.members) else "?"
-        return number, host, f"rank {number} on host {host}"
-
     def refusal(self, code: int, name: str | None) -> errors.CommlibError:
         """Why the core did not accept an operation."""
         if code == errors.Code.PEER_LOST:
@@ -212,7 +185,7 @@ class Session:
         if code == errors.Code.MISMATCH:
             return self._mismatch(name, round_number)
         if code == errors.Code.OUT_OF_MEMORY:
-            full = f"the arena of {self.member(member)[2]} is full; see COMMLIB_ARENA_BYTES"
+            full = f"the arena of {member_in_words(self.wiring, member)[2]} is full; see COMMLIB_ARENA_BYTES"
             return errors.from_code(code, f'"{self.title(name)}" failed: {full}')
         if code != errors.Code.PEER_LOST:
             return errors.from_code(code, "" if code == errors.Code.SHUT_DOWN else f'"{self.title(name)}" failed')
@@ -220,17 +193,7 @@ class Session:
         member, cause = self.worker.aborted() or (member, CAUSE_LEFT)
         if member == self.rank and cause == CAUSE_LEFT:
             return errors.from_code(errors.Code.SHUT_DOWN)
-        rank, host, who = self.member(member)
-        text = self._cause(cause)
-        if cause == CAUSE_TOLD and self._told is not None:
-            rank, host, told = self._told
-            who = f"rank {rank} on host {host}" if rank is not None else f"a server on host {host}"
-            text = f"is lost: {told}"
-        return errors.PeerLostError(f"{who} {text}", rank=rank, host=host, cause=text)
-
-    @staticmethod
-    def _cause(number: int) -> str:
-        return CAUSES[number] if number < len(CAUSES) else CAUSES[0]
+        return peer_lost(self.wiring, member, cause, self._told)
 
     @staticmethod
     def title(name: str) -> str:
@@ -249,7 +212,7 @@ class Session:
     # --- Hooks of the control thread
 
     def _on_lost(self, rank: int | None, host: str, cause: str) -> None:
-        self._told = (rank, host, cause)
+        self._told = Told(rank, host, cause)
         self.worker.abort(NOBODY if rank is None else rank, CAUSE_TOLD)
 
     def _on_disagreements(self) -> None:

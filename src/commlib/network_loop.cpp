@@ -107,6 +107,7 @@ Errc NetworkLoop::on_frame(PeerId peer, const Frame& frame) noexcept {
       engine_->on_peer_left(peer, frame.member);
       return Errc::kOk;
     case FrameKind::kAbort:
+      if (frame.code > static_cast<std::uint8_t>(Cause::kMemory)) return Errc::kInternal;
       table_.abort(frame.member, static_cast<Cause>(frame.code));
       return Errc::kOk;
     default:

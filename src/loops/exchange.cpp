@@ -282,8 +282,7 @@ Errc Exchange::on_frame(PeerId peer, const Frame& frame) noexcept {
       granted(peer, frame);
       return Errc::kOk;
     case FrameKind::kFail:
-      failed(peer, frame);
-      return Errc::kOk;
+      return failed(peer, frame);
     case FrameKind::kResult:
       break;
     default:
@@ -341,14 +340,17 @@ void Exchange::granted(PeerId peer, const Frame& frame) {
   ask_for_partial(*part);
 }
 
-void Exchange::failed(PeerId peer, const Frame& frame) {
+Errc Exchange::failed(PeerId peer, const Frame& frame) {
+  const auto code = static_cast<Errc>(frame.code);
+  if (code != Errc::kMismatch && code != Errc::kPeerLost) return Errc::kInternal;  // nothing else fails a round
   Part* part = find(frame);
-  if (part == nullptr) return;
+  if (part == nullptr) return Errc::kOk;
   if (Owner* owner = find_owner(*part, peer); owner != nullptr) {
     owner->failed = true;
     settle_eager(*owner);
   }
-  fail(*part, {static_cast<Errc>(frame.code), frame.member});
+  fail(*part, {code, frame.member});
+  return Errc::kOk;
 }
 
 void Exchange::fail(Part& part, Failure failure) {

@@ -104,7 +104,7 @@ class Exchange : public ExchangeDoor {
   [[nodiscard]] Owner* find_owner(Part& part, PeerId peer) noexcept;
   void received(Part& part, PiecePlan& piece);
   void granted(PeerId peer, const Frame& frame);
-  void failed(PeerId peer, const Frame& frame);
+  [[nodiscard]] Errc failed(PeerId peer, const Frame& frame);
   void fail(Part& part, Failure failure);
   void settle_eager(Owner& owner) noexcept;
   void conclude_if_over(Part& part);

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/errc.hpp"
+#include "base/fd.hpp"
 #include "commlib/commlib.hpp"
 #include "memory/segment.hpp"
 #include "sched/partition.hpp"
@@ -27,6 +28,7 @@ struct JobOptions {
   LocalRoute route = LocalRoute::kAuto;
   std::uint64_t arena_bytes = 1u << 30;
   bool threads = true;
+  bool last_host_is_raw = false;  // the last host has no workers; the test speaks for it, through raw()
 };
 
 class Job {
@@ -52,7 +54,13 @@ class Job {
       }
     }
     std::uint32_t rank = 0;
-    for (std::uint32_t host = 0; host < hosts; ++host) {
+    if (options.last_host_is_raw) {
+      for (const auto& sockets : streams[hosts - 1]) {
+        raw_.emplace_back();
+        for (const int socket : sockets) raw_.back().emplace_back(socket);
+      }
+    }
+    for (std::uint32_t host = 0; host < hosts - (options.last_host_is_raw ? 1 : 0); ++host) {
       const std::uint32_t local_size = options.ranks_per_host[host];
       segments_.push_back(Segment::create(Worker::table_bytes(local_size)));
       const int table_fd = segments_.back().descriptor();
@@ -121,6 +129,8 @@ class Job {
   [[nodiscard]] std::uint32_t size() const noexcept { return static_cast<std::uint32_t>(workers_.size()); }
   [[nodiscard]] Worker& worker(std::uint32_t rank) const noexcept { return *workers_[rank]; }
   [[nodiscard]] Server& server(std::uint32_t index) const noexcept { return *servers_[index]; }
+  // The sockets of the last host where it is raw, by peer and stream.
+  [[nodiscard]] std::vector<std::vector<Fd>>& raw() noexcept { return raw_; }
 
   // What the scheduler would answer: each declaration gets rows and bytes of its own.
   struct Name {
@@ -151,6 +161,7 @@ class Job {
   std::vector<Segment> segments_;
   std::vector<std::unique_ptr<Worker>> workers_;
   std::vector<std::unique_ptr<Server>> servers_;
+  std::vector<std::vector<Fd>> raw_;
   std::uint64_t next_key_ = 1;
   std::uint64_t next_cursor_ = 0;
   RowIndex next_row_ = 0;
