@@ -185,7 +185,7 @@ class ReadyTable {
   void announce_all(RowIndex index, std::uint32_t but = UINT32_MAX) const noexcept;
   // Set the bit of a row for the own local loop, whatever the entry says.
   void post(RowIndex index, std::uint32_t to_local_rank) const noexcept;
-  // Take up to `limit` announced rows of the own rank.
+  // Take up to `limit` announced rows of the own rank; at least 64, for they are taken by the leaf.
   [[nodiscard]] int take(RowIndex* rows, int limit) const noexcept;
 
   // The job has failed: the first to say so wins. Rings everybody.
