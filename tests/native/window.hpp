@@ -54,8 +54,9 @@ class Window {
   commlib::Segment last_;
 };
 
-// ThreadSanitizer would need four times as much real memory.
-#ifdef __SANITIZE_THREAD__
+// ThreadSanitizer would need four times as much real memory. AddressSanitizer watches the widest instructions do it, where there
+// are any.
+#if defined(__SANITIZE_THREAD__) || (defined(__SANITIZE_ADDRESS__) && !defined(__AVX2__))
 inline constexpr bool kIsTooLargeForThisBuild = true;
 #else
 inline constexpr bool kIsTooLargeForThisBuild = false;

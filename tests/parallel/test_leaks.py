@@ -55,7 +55,9 @@ SCRIPT = """
 def check(results: list[tuple[tuple[int, int, int], tuple[int, int, int]]]) -> None:
     for before, after in results:
         assert after[0] - before[0] < 1 << 20
-        assert after[1:] == before[1:]
+        # Fewer are no leak: what the start has needed may be given back late.
+        assert after[1] <= before[1]
+        assert after[2] <= before[2]
 
 
 def test_one_host() -> None:
