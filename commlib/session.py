@@ -57,6 +57,7 @@ class Session:
             wiring.close()
             raise
         self._told: Told | None = None
+        self._told_came = threading.Event()
         self._verdicts: dict[str, dict[int, Verdict]] = {}  # by name and round
         self._verdict_came = threading.Condition()
         self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopCompletions] = WeakKeyDictionary()
@@ -193,6 +194,9 @@ class Session:
         member, cause = self.worker.aborted() or (member, CAUSE_LEFT)
         if member == self.rank and cause == CAUSE_LEFT:
             return errors.from_code(errors.Code.SHUT_DOWN)
+        if cause == CAUSE_TOLD:
+            # Another rank of this host has heard it first, and left the number in shared memory; the words are on their way.
+            self._told_came.wait(BLAME_S)
         return peer_lost(self.wiring, member, cause, self._told)
 
     @staticmethod
@@ -213,6 +217,7 @@ class Session:
 
     def _on_lost(self, rank: int | None, host: str, cause: str) -> None:
         self._told = Told(rank, host, cause)
+        self._told_came.set()
         self.worker.abort(NOBODY if rank is None else rank, CAUSE_TOLD)
 
     def _on_disagreements(self) -> None:

@@ -437,7 +437,7 @@ def environment(*settings: Mapping[str, str | None]) -> dict[str, str]:
 def unused_port(but: Collection[int] = ()) -> int:
     """A port of loopback below those that the kernel gives out by itself, so that only the job will ask for it."""
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    start = 20000 + os.getpid() * 7 % 10000
+    start = 20000 + os.getpid() * 101 % 10000
     for candidate in itertools.chain(range(start, lowest), range(20000, start)):
         if candidate in but:
             continue

@@ -160,6 +160,43 @@ def test_a_dedicated_server(lab: Lab, hosts: list[int]) -> None:
         check_end(job)
 
 
+# Ranks that are told late: what an earlier one has put into shared memory has no words.
+TOLD_LATE = """
+    import time
+    import numpy as np, commlib
+    from commlib.session import Session
+    from tests.failures.losses import give_loss
+    from tests.launch import announce
+
+    on_lost = Session._on_lost
+    def late(self, *what):
+        time.sleep(0.2 * self.rank)
+        on_lost(self, *what)
+    Session._on_lost = late
+
+    commlib.init()
+    ones = np.ones(1000, np.float32)
+
+    def work():
+        for step in range(10_000_000):
+            commlib.push_pull_(ones, name="sum", op=commlib.Max, timeout=20)
+            if step == 1:
+                announce("working")
+
+    give_loss(work)
+"""
+
+
+def test_who_is_told_late_has_the_words_too() -> None:
+    """On one host a server has nothing to do, so that only the scheduler sees its end."""
+    with Job(TOLD_LATE, hosts=[3], servers=1) as job:
+        job.await_event("working")
+        since = time.monotonic()
+        job.servers[0].popen.kill()
+        check_losses(job.await_end(range(3), timeout=20), since=since, rank=None)
+        check_end(job)
+
+
 LOST_WHILE_JOINING = """
     import os, signal
     import commlib
