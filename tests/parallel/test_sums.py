@@ -127,10 +127,13 @@ LARGE = """
     from tests.launch import give
     from tests.parallel import matrix, reference
 
-    placement = json.loads(sys.argv[1])
+    placement, everything = json.loads(sys.argv[1])
     commlib.init()
     rank, size = commlib.rank(), commlib.size()
-    for number, (dtype, op) in enumerate([("float32", Sum), ("float16", Average), ("uint8", Average)]):
+    cases = [("float32", Sum), ("float16", Average), ("uint8", Average)]
+    if everything:
+        cases = [(d, op) for d in reference.DTYPES for op in reference.OPS if reference.is_supported(d, op)]
+    for number, (dtype, op) in enumerate(cases):
         count = (64 << 20) // reference.dtype_of(dtype).itemsize + 1
         mine = reference.contribution(dtype, op, count, rank, number)
         array = matrix.place(mine, ["ordinary", "arena", "unaligned"][(rank + number) % 3])
@@ -149,7 +152,7 @@ LARGE = """
 
 @pytest.mark.parametrize("route", ["auto", "staged"])
 def test_large_buffers_on_one_host(route: str) -> None:
-    args = [json.dumps(ranks_of([2]))]
+    args = [json.dumps([ranks_of([2]), False])]
     results = run_job(LARGE, hosts=[2], args=args, env={"COMMLIB_LOCAL_ROUTE": route}, timeout=TIMEOUT_S)
     assert results == ["right"] * 2
 
@@ -157,6 +160,15 @@ def test_large_buffers_on_one_host(route: str) -> None:
 @pytest.mark.lab
 @pytest.mark.parametrize(("hosts", "servers"), [([2, 1], 1), ([1, 1], 0)], ids=str)
 def test_large_buffers_on_several_hosts(hosts: list[int], servers: int, lab: Lab) -> None:
-    args = [json.dumps(ranks_of(hosts))]
+    args = [json.dumps([ranks_of(hosts), False])]
     results = run_job(LARGE, hosts=hosts, servers=servers, lab=lab, args=args, timeout=TIMEOUT_S)
+    assert results == ["right"] * sum(hosts)
+
+
+@pytest.mark.soak
+@pytest.mark.lab
+@pytest.mark.parametrize(("hosts", "servers"), [([3], 0), ([2, 1], 0), ([1, 1], 2)], ids=str)
+def test_large_buffers_of_every_dtype_and_operation(hosts: list[int], servers: int, lab: Lab) -> None:
+    args = [json.dumps([ranks_of(hosts), True])]
+    results = run_job(LARGE, hosts=hosts, servers=servers, lab=lab, args=args, timeout=1200)
     assert results == ["right"] * sum(hosts)
