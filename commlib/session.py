@@ -195,7 +195,7 @@ class Session:
         if member == self.rank and cause == CAUSE_LEFT:
             return errors.from_code(errors.Code.SHUT_DOWN)
         if cause == CAUSE_TOLD:
-            # Another rank of this host has heard it first and left a number in shared memory; the words are on their way.
+            # Another rank of this host heard it first and left a number in shared memory; the words are on their way.
             self._told_came.wait(BLAME_S)
         return peer_lost(self.wiring, member, cause, self._told)
 
