@@ -195,13 +195,16 @@ HANG = """
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_outlives_the_program_that_called(tmp_path: Path, number: signal.Signals) -> None:
-    process = program(tmp_path, HANG, RUN_TEST=str(tmp_path))
+    folders = tmp_path / "folders"
+    folders.mkdir()
+    process = program(tmp_path, HANG, RUN_TEST=str(tmp_path), TMPDIR=str(folders))
     assert process.stdout is not None
     try:
         assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
         process.send_signal(number)
         process.communicate(timeout=20)
         assert leftovers("RUN_TEST", str(tmp_path), 6) == []
+        assert list(folders.iterdir()) == []
     finally:
         process.kill()
         process.communicate()

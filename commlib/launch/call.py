@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ def _supervise(folder: Path, order: dict[str, Any]) -> int:
     members = local_job(command, workers=order["workers"], servers=order["servers"])
     ending = supervise(members, quiet=True)
     (folder / "endings").write_text(json.dumps(ending.returncodes))
+    if os.getppid() != order["parent"]:
+        shutil.rmtree(folder, ignore_errors=True)  # nobody is left who would
     return ending.status
 
 
