@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import commlib
+import commlib.errors
+import commlib.torch
 from commlib import config
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -74,3 +79,20 @@ def test_nothing_of_one_machine_is_written_down() -> None:
         if path.is_file() and path.suffix not in {".so", ".o", ".d", ".pyc"} and path != Path(__file__)
     ]
     assert [str(path) for path in texts if places.search(path.read_text(errors="replace"))] == []
+
+
+@pytest.mark.parametrize("module", [commlib, commlib.errors, commlib.torch], ids=lambda module: module.__name__)
+def test_whatever_is_public_says_what_it_is(module: ModuleType) -> None:
+    silent = []
+    for name in module.__all__:
+        public = getattr(module, name)
+        methods = vars(public).items() if isinstance(public, type) else []
+        described = {name: public} if callable(public) else {}
+        described |= {
+            f"{name}.{part}": method
+            for part, method in methods
+            if not part.startswith("_")
+            and (callable(method) or isinstance(method, property | classmethod | staticmethod))
+        }
+        silent += [what for what, it in described.items() if len(inspect.getdoc(it) or "") < 30]
+    assert silent == []
