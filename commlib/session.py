@@ -21,6 +21,7 @@ from commlib.config import LOCAL_ROUTES, Config
 from commlib.control.bootstrap import connect_worker
 from commlib.control.interface import Hooks
 from commlib.control.messages import Declaration, Signature, Verdict
+from commlib.launch.blame import tell_supervisor
 from commlib.losses import CAUSE_LEFT, CAUSE_TOLD, NOBODY, Told, cause_in_words, member_in_words, peer_lost
 
 log = logging.getLogger("commlib")
@@ -58,6 +59,7 @@ class Session:
             raise
         self._told: Told | None = None
         self._told_came = threading.Event()
+        self._blamed = False
         self._verdicts: dict[str, dict[int, Verdict]] = {}  # by name and round
         self._verdict_came = threading.Condition()
         self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopCompletions] = WeakKeyDictionary()
@@ -197,7 +199,11 @@ class Session:
         if cause == CAUSE_TOLD:
             # Another rank of this host heard it first and left a number in shared memory; the words are on their way.
             self._told_came.wait(BLAME_S)
-        return peer_lost(self.wiring, member, cause, self._told)
+        error = peer_lost(self.wiring, member, cause, self._told)
+        if error.rank is not None and not self._blamed:
+            self._blamed = True
+            tell_supervisor(error.rank)
+        return error
 
     @staticmethod
     def title(name: str) -> str:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from commlib.launch.blame import VARIABLE, Blame
 from commlib.launch.output import Outlet, pumps_for
 
 __all__ = ["Ending", "Member", "described", "supervise", "tie_to"]
@@ -65,6 +66,8 @@ class Member:
 @dataclass(frozen=True)
 class Ending:
     """How a job ended: the exit status of the first member that failed, or 0, as a shell would say it (128 + signal).
+
+    Workers that use commlib say whom they have lost; that rank has failed first, even if it has ended later.
 
     `returncodes` has the members in the order in which they ended, a signal as its negative number.
     """
@@ -117,6 +120,8 @@ class _Supervisor:
         self._outlets: dict[int, Outlet] = {}
         self._voice = _STDERR  # where the supervisor says something
         self._status: int | None = None
+        self._failed = ""  # the member with this status
+        self._blame = Blame()
         self._steps: deque[tuple[float, signal.Signals]] | None = None  # of the ending, once it has begun
         self._deadline = 0.0  # of its next step
         self._signalled = False  # the ending has come to its first signal
@@ -136,6 +141,8 @@ class _Supervisor:
             for pump in pumps:
                 pump.start()
             self._watch(wakeup)
+            self._find_culprit()
+            self._blame.close()
             if pumps:
                 os.close(self._voice)
                 self._drain(wakeup)
@@ -176,7 +183,7 @@ class _Supervisor:
         try:
             popen = subprocess.Popen(
                 list(member.argv),
-                env=dict(member.env),
+                env={**member.env, VARIABLE: self._blame.name},
                 stdin=None if member.reads_stdin else subprocess.DEVNULL,
                 stdout=pipes[0] if pipes else None,
                 stderr=pipes[1] if pipes else None,
@@ -258,11 +265,20 @@ class _Supervisor:
         if status == 0 or self._status is not None or stopped:
             return
         self._status = status
+        self._failed = child.member.name
         others = len(self._children)
         if not self._told_to_end:
             rest = f"; {others} more now have {_ENDING[0][0]:g} s to end" if others else ""
             self._say(f"{child.member.name} {described(child.popen.returncode)}{rest}")
         self._begin_ending()
+
+    def _find_culprit(self) -> None:
+        """Of those that have failed, who was lost first by the others?"""
+        name = f"rank {self._blame.first()}"
+        returncode = dict(self._returncodes).get(name, 0)
+        if self._failed and returncode != 0 and name != self._failed and not self._told_to_end:
+            self._status = _exit_status(returncode)
+            self._say(f"{name}, which the others had lost, {described(returncode)}")
 
     def _bury(self) -> None:
         """Take the status of every child that has ended; adopted ones are unknown to everybody else."""

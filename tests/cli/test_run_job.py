@@ -72,3 +72,24 @@ def test_roles_without_an_address_say_what_they_need(command: str) -> None:
     assert done.returncode == 1
     assert done.stderr.decode().startswith(f"commlib {command}: COMMLIB_SCHEDULER is not set")
     assert b"Traceback" not in done.stderr
+
+
+# Rank 1 takes its time to end, so that the others, which have lost it, end before it.
+LEAVES = """
+import atexit, os, sys, time
+if os.environ["COMMLIB_RANK"] == "1":
+    atexit.register(time.sleep, 1.5)  # comes after what commlib does at exit
+import numpy as np, commlib
+commlib.init()
+commlib.push_pull(np.ones(10), name="first")
+if commlib.rank() == 1:
+    sys.exit(7)
+commlib.push_pull(np.ones(10), name="second")
+"""
+
+
+def test_the_status_is_that_of_the_rank_that_the_others_lost() -> None:
+    done = run("run", "-n", "3", "--", sys.executable, "-c", LEAVES)
+    assert done.returncode == 7, done.stderr
+    assert done.stderr.count(b"PeerLostError: rank 1") == 2
+    assert b"commlib run: rank 1, which the others had lost, ended with status 7" in done.stderr
