@@ -4,6 +4,7 @@
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals, PyErr_SetInterrupt
+from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF
@@ -77,7 +78,23 @@ def dtype_number(dtype) -> int:
 
 
 def _unsupported_dtype(dtype):
-    return errors.UnsupportedError(f"dtype {dtype} is not supported; commlib moves {', '.join(DTYPE_NAMES)}")
+    text = f"dtype {dtype} is not supported; commlib moves {', '.join(DTYPE_NAMES)}"
+    if not getattr(dtype, "isnative", True):
+        text += "; convert it to this machine's byte order first, with astype(dtype.newbyteorder('='))"
+    elif getattr(dtype, "kind", "") == "c":
+        text += "; of complex numbers, send the real and imaginary parts"
+    return errors.UnsupportedError(text)
+
+
+cdef int op_number(object op) except -1:
+    cdef int number
+    try:
+        number = PyNumber_Index(op)  # a plain conversion would take 1.5 for 1
+    except TypeError:
+        raise TypeError(f"op is {op!r}; expected commlib.Average, Sum, Min, Max or Product") from None
+    if number < 0 or number > 4:
+        raise ValueError(f"op is {op!r}; expected commlib.Average, Sum, Min, Max or Product")
+    return number
 
 
 @cython.final
@@ -144,7 +161,7 @@ cdef class Buffer:
         self.has_view = True
         self.dtype = override if override >= 0 else dtype_of_format(self.view.format, self.view.itemsize)
         if self.dtype < 0:
-            raise _unsupported_dtype(self.view.format.decode("ascii", "replace"))
+            raise _unsupported_dtype(getattr(tensor, "dtype", None) or self.view.format.decode("ascii", "replace"))
         self.data = self.view.buf
         self.count = self.view.len // self.view.itemsize
         cdef int i
@@ -302,8 +319,8 @@ cdef class Handle:
         """Block until the operation has ended and return its result: the array that was given, or the new one.
 
         `timeout` in seconds; None: the job's COMMLIB_OPERATION_TIMEOUT_S. The GIL is released and Ctrl-C is seen within
-        0.1 s. Raises what the operation failed with, or OperationTimeout: it then stays in flight, holds its buffers,
-        and may be waited for again.
+        0.1 s. Raises what the operation failed with, or OperationTimeout, which names who is late: the operation then
+        stays in flight, holds its buffers, and may be waited for again.
         """
         if not self.operation.get().completion.done():
             self.block(self.worker.default_timeout if timeout is None else float(timeout))
@@ -335,9 +352,7 @@ cdef class Handle:
                     deadline = time.monotonic() + left - kSliceMs / 1000.0
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    title = self.worker.session.title(self.name)
-                    text = f'"{title}" has not completed after {timeout:g} s; it stays in flight'
-                    raise errors.OperationTimeout(text)
+                    raise self.worker.session.timed_out(self, self.name, self.operation.get().round, timeout)
         finally:
             if self.synchronous and not self.worker.core.is_forked():
                 self.synchronous = False
@@ -453,35 +468,33 @@ cdef class Worker:
 
     # Operations ------------------------------------------------------------------------------------------------------
 
-    def push_pull(self, tensor, name, int op, out, bint in_place, int priority, bint synchronous, str compression=""):
+    def push_pull(self, tensor, name, op, out, bint in_place, int priority, bint synchronous, str compression=""):
         """Check, submit, and return the Handle."""
         cdef Buffer source = Buffer.of(tensor, in_place)
         cdef Buffer target = source
         cdef object result = tensor
-        if op < 0 or op > 4:
-            raise ValueError(f"there is no operation number {op}")
-        if source.dtype == 0 and op == kAverage:
+        cdef int which = op_number(op)
+        if source.dtype == 0 and which == kAverage:
             raise errors.UnsupportedError("bool has no average; use op=Sum or Max (or), Product or Min (and)")
         if not in_place:
             result = self.session.empty_for(tensor, source.shape, DTYPE_NAMES[source.dtype]) if out is None else out
             if result is not tensor:
                 target = Buffer.of(result, True)
                 check_target(source, target)
-        return self.submit(source, target, result, name, kReduce, op, 0, priority, synchronous, compression)
+        return self.submit(source, target, result, name, kReduce, which, 0, priority, synchronous, compression)
 
-    def push_pull_ptr(self, uintptr_t ptr, uint64_t count, dtype, out_ptr, name, int op, int priority, owner,
+    def push_pull_ptr(self, uintptr_t ptr, uint64_t count, dtype, out_ptr, name, op, int priority, owner,
                       shape=None, str compression=""):
         cdef int number = dtype_number(dtype)
-        if op < 0 or op > 4:
-            raise ValueError(f"there is no operation number {op}")
-        if number == 0 and op == kAverage:
+        cdef int which = op_number(op)
+        if number == 0 and which == kAverage:
             raise errors.UnsupportedError("bool has no average; use op=Sum or Max (or), Product or Min (and)")
         cdef Buffer source = Buffer.at(ptr, count, number, owner)
         cdef Buffer target = source if out_ptr is None else Buffer.at(<uintptr_t>out_ptr, count, number, owner)
         if shape is not None:
             source.shape = tuple(shape)
         check_target(source, target)
-        return self.submit(source, target, owner, name, kReduce, op, 0, priority, False, compression)
+        return self.submit(source, target, owner, name, kReduce, which, 0, priority, False, compression)
 
     def broadcast(self, tensor, int root, name, int priority, bint synchronous):
         """In place; only the root's buffer may be read-only."""

@@ -44,6 +44,8 @@ class ReduceOp(enum.IntEnum):
 
 Average, Sum, Min, Max, Product = ReduceOp
 
+_UNPICKLABLE = -1  # in place of a length
+
 _session: Session | None = None
 # In a forked child: the session of its parent. Kept, so that nothing of the parent is given back, and never used.
 _parents: Session | None = None
@@ -67,12 +69,17 @@ def init(config: Config | None = None) -> None:
     launcher set, else a job of one process. A second call does nothing. ``shutdown`` runs at exit by itself.
 
     Raises ConfigError for settings that contradict each other, OperationTimeout naming who is missing after
-    ``COMMLIB_CONNECT_TIMEOUT_S``, AuthenticationError where the job's secret differs.
+    ``COMMLIB_CONNECT_TIMEOUT_S``, AuthenticationError where the job's secret differs, NotInitializedError without a
+    `config` in a forked child of a process that had called it.
     """
     global _session
     with _lock:
         if _session is not None:
             return
+        if config is None and _parents is not None:
+            raise errors.NotInitializedError(FORKED)  # its place in the job is its parent's
+        if not isinstance(config, Config | None):
+            raise TypeError(f"config is a {type(config).__name__}; expected a commlib.Config, or nothing")
         _session = Session(Config.from_environment() if config is None else config)
 
 
@@ -260,13 +267,23 @@ def broadcast_object(obj: Any, root_rank: int = 0, *, name: str | None = None) -
     """The root's object on every rank, by pickle: only among processes that trust each other, as those of one job do.
 
     Two operations: its length, then its bytes; `name` may be used again for an object of another size. Returns `obj`
-    itself at the root. Blocks. Errors as :func:`push_pull`, and whatever pickle raises.
+    itself at the root. Blocks. Errors as :func:`push_pull`. What cannot be pickled raises pickle's error at the root,
+    and CommlibError on the other ranks.
     """
     current = session()
     is_root = current.rank == root_rank
-    data = np.frombuffer(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL), np.uint8) if is_root else None
-    length = np.array([0 if data is None else data.size], np.int64)
+    data, error = None, None
+    if is_root:
+        try:
+            data = np.frombuffer(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL), np.uint8)
+        except Exception as caught:  # the others wait for something, and must not wait for ever
+            error = caught
+    length = np.array([_UNPICKLABLE if data is None else data.size], np.int64)
     broadcast_(length, root_rank, name=None if name is None else f"{name}.length")
+    if error is not None:
+        raise error
+    if length[0] == _UNPICKLABLE:
+        raise errors.CommlibError(f"rank {root_rank} cannot pickle its object; what it raised says why")
     if data is None:
         data = current.empty(int(length[0]), np.uint8)
     broadcast_(data, root_rank, name=None if name is None else f"{name}.data")

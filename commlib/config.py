@@ -231,7 +231,10 @@ class _Reading:
         if "scheduler" not in values and "master" not in values:
             reason = self._why_an_address_is_needed()
             if reason:
-                raise ConfigError(f"COMMLIB_SCHEDULER is not set, but {reason}; expected host:port of the scheduler")
+                of_byteps = any(name.startswith("DMLC_") for name in self._environ)
+                hint = ", or BytePS's DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT" if of_byteps else ""
+                expected = f"expected host:port of the scheduler{hint}"
+                raise ConfigError(f"COMMLIB_SCHEDULER is not set, but {reason}; {expected}")
 
     def _complete_pairs(self) -> None:
         """Rank and size are both known or neither is, and so are the local ones; a size of 1 says it all."""

@@ -105,9 +105,17 @@ class PeerLostError(CommlibError, ConnectionError):
 
 
 class OperationTimeout(CommlibError, TimeoutError):  # noqa: N818 - the public name, beside the builtin TimeoutError
-    """A time limit has passed. The operation stays in flight and may be waited for again."""
+    """A time limit has passed.
+
+    An operation stays in flight: ``handle`` is its handle, and may be waited for again; it is None where the limit was
+    that of something else, as ``init``.
+    """
 
     default_code = Code.TIMEOUT
+
+    def __init__(self, message: str = "", *, handle: Any = None) -> None:
+        super().__init__(message)
+        self.handle = handle
 
 
 class AuthenticationError(CommlibError, PermissionError):

@@ -18,9 +18,11 @@ import numpy.typing as npt
 
 from commlib import _core, errors
 from commlib.config import LOCAL_ROUTES, Config
+from commlib.control.agreement import describe_late, describe_stall
 from commlib.control.bootstrap import connect_worker
 from commlib.control.interface import Hooks
-from commlib.control.messages import Declaration, Signature, Verdict
+from commlib.control.messages import Declaration, Signature, StallReport, Verdict
+from commlib.control.registry import describe_name
 from commlib.launch.blame import tell_supervisor
 from commlib.losses import CAUSE_LEFT, CAUSE_TOLD, NOBODY, Told, cause_in_words, member_in_words, peer_lost
 
@@ -33,6 +35,8 @@ KEPT_VERDICTS = 8  # of each name; as many signatures are kept to explain them
 SHUTDOWN_TIMEOUT_S = 5.0
 IN_FLIGHT_S = 0.5
 BLAME_S = 0.5
+ASK_WHO_IS_LATE_S = 1.0  # a shorter time limit is no complaint
+WHO_IS_LATE_S = 1.0
 
 FORKED = "this is a forked child of a process that called commlib.init(): it cannot communicate"
 
@@ -60,6 +64,8 @@ class Session:
         self._told: Told | None = None
         self._told_came = threading.Event()
         self._blamed = False
+        self._late: dict[tuple[str, int], StallReport | None] = {}  # asked for by threads that wait for the answer
+        self._late_came = threading.Condition()
         self._verdicts: dict[str, dict[int, Verdict]] = {}  # by name and round
         self._verdict_came = threading.Condition()
         self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopCompletions] = WeakKeyDictionary()
@@ -70,6 +76,7 @@ class Session:
         wiring.client.attach(
             Hooks(
                 on_lost=self._on_lost,
+                on_stall=self._on_stall,
                 submitted_round=self.worker.submitted_round,
                 core_fd=self.worker.disagreement_descriptor(),
                 on_core_event=self._on_disagreements,
@@ -189,9 +196,11 @@ class Session:
             return self._mismatch(name, round_number)
         if code == errors.Code.OUT_OF_MEMORY:
             full = f"the arena of {member_in_words(self.wiring, member)[2]} is full; see COMMLIB_ARENA_BYTES"
-            return errors.from_code(code, f'"{self.title(name)}" failed: {full}')
+            return errors.from_code(code, f"{describe_name(name, round_number)} failed: {full}")
+        if code == errors.Code.SHUT_DOWN:
+            return errors.from_code(code)
         if code != errors.Code.PEER_LOST:
-            return errors.from_code(code, "" if code == errors.Code.SHUT_DOWN else f'"{self.title(name)}" failed')
+            return errors.from_code(code, f"{describe_name(name, round_number)} failed")
         # One operation fails for a member that has left in order, all of them for one that is lost.
         member, cause = self.worker.aborted() or (member, CAUSE_LEFT)
         if member == self.rank and cause == CAUSE_LEFT:
@@ -205,18 +214,32 @@ class Session:
             tell_supervisor(error.rank)
         return error
 
-    @staticmethod
-    def title(name: str) -> str:
-        """A name for people."""
-        return name if not name.startswith(UNNAMED_MARK) else f"unnamed {name[1:].replace('.', ' no. ')} (of 1024)"
+    def timed_out(self, handle: _core.Handle, name: str, round_number: int, timeout: float) -> errors.OperationTimeout:
+        """The error for an operation that is late. Asks who is late, up to 1 s, unless that was short."""
+        late = ""
+        if timeout >= ASK_WHO_IS_LATE_S:
+            report = self._who_is_late(name, round_number, timeout)
+            late = f": {describe_late(report)}" if report is not None else ""
+        text = f"{describe_name(name, round_number)} has not completed after {timeout:g} s{late}"
+        again = "It stays in flight, and this error's `handle` can be waited for again"
+        return errors.OperationTimeout(f"{text}. {again}", handle=handle)
+
+    def _who_is_late(self, name: str, round_number: int, waiting_s: float) -> StallReport | None:
+        asked = name, round_number
+        with self._late_came:
+            self._late[asked] = None
+            self.wiring.client.stalled(name, round_number, waiting_s)
+            self._late_came.wait_for(lambda: self._late.get(asked) is not None, WHO_IS_LATE_S)
+            return self._late.pop(asked, None)
 
     def _mismatch(self, name: str, round_number: int) -> errors.MismatchError:
         with self._verdict_came:
             self._verdict_came.wait_for(lambda: round_number in self._verdicts.get(name, ()), VERDICT_TIMEOUT_S)
             verdict = self._verdicts.get(name, {}).get(round_number)
-        title = self.title(name)
+        title = name if not name.startswith(UNNAMED_MARK) else describe_name(name, round_number)
         if verdict is None:
-            return errors.MismatchError(f'the ranks do not agree about tensor "{title}"', tensor=title)
+            text = f"the ranks do not agree about {describe_name(name, round_number)}"
+            return errors.MismatchError(text, tensor=title)
         return errors.MismatchError(verdict.text, tensor=title, field=verdict.field, values=verdict.values)
 
     # --- Hooks of the control thread
@@ -225,6 +248,14 @@ class Session:
         self._told = Told(rank, host, cause)
         self._told_came.set()
         self.worker.abort(NOBODY if rank is None else rank, CAUSE_TOLD)
+
+    def _on_stall(self, report: StallReport) -> None:
+        with self._late_came:
+            if (report.name, report.round) in self._late:
+                self._late[report.name, report.round] = report
+                self._late_came.notify_all()
+                return
+        log.warning("%s", describe_stall(report))
 
     def _on_disagreements(self) -> None:
         for name, round_number, (collective, op, dtype, shape, root, compression) in self.worker.take_disagreements():
@@ -238,9 +269,8 @@ class Session:
         try:
             verdict = self.wiring.client.report_mismatch(name, round_number, signature, VERDICT_TIMEOUT_S)
         except errors.CommlibError as error:
-            verdict = Verdict(
-                name, round_number, "", f'the ranks do not agree about tensor "{self.title(name)}" ({error})', {}
-            )
+            text = f"the ranks do not agree about {describe_name(name, round_number)} ({error})"
+            verdict = Verdict(name, round_number, "", text, {})
         with self._verdict_came:
             of_name = self._verdicts.setdefault(name, {})
             of_name[round_number] = verdict

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import Iterator
 
@@ -105,6 +106,8 @@ def bench_command(workers: int, json_file: str | None) -> None:
     """
     from commlib.cli.bench import measure, save, show
 
+    if json_file is not None and not os.access(os.path.dirname(os.path.abspath(json_file)), os.W_OK):
+        raise click.BadParameter(f"{json_file} cannot be written", param_hint="--json")
     with _errors_in_words("bench"):
         report = measure(workers)
     show(report)

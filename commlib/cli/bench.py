@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -118,11 +119,14 @@ def _work(sizes: Sequence[int]) -> dict[int, Timings]:
     """In a worker: the timings of all sizes."""
     import commlib
 
-    commlib.init()
     try:
-        return {size: _timings(size) for size in sizes}
-    finally:
-        commlib.shutdown()
+        commlib.init()
+        try:
+            return {size: _timings(size) for size in sizes}
+        finally:
+            commlib.shutdown()
+    except KeyboardInterrupt:
+        sys.exit(130)  # without a word: whoever typed it knows
 
 
 def _timings(size: int) -> Timings:

@@ -66,6 +66,8 @@ def show(findings: list[Finding], *, as_json: bool = False) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 1000  # a file has lines as long as they need to be
     for area in dict.fromkeys(finding.area for finding in findings):
         table = Table(box=None, show_header=False, pad_edge=False, title=area, title_justify="left", title_style="bold")
         for finding in findings:

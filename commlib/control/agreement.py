@@ -14,7 +14,7 @@ from typing import Any
 from commlib.control.messages import Signature, Stalled, StallReport, Verdict
 from commlib.control.registry import describe_name
 
-__all__ = ["REPORT_WINDOW_S", "StallBook", "VerdictBook", "count_ranks", "describe_stall", "judge"]
+__all__ = ["REPORT_WINDOW_S", "StallBook", "VerdictBook", "count_ranks", "describe_late", "describe_stall", "judge"]
 
 REPORT_WINDOW_S = 5.0  # how long after the first report the others are waited for
 KEPT_VERDICTS = 4096
@@ -71,17 +71,19 @@ def judge(name: str, round_number: int, reports: Mapping[int, Signature], size: 
 
 
 def describe_stall(report: StallReport) -> str:
+    """What waits for whom, in words."""
+    return f"{describe_name(report.name, report.round)}: waiting for {report.waiting_s:.0f} s; {describe_late(report)}"
+
+
+def describe_late(report: StallReport) -> str:
     """Who is late, in words."""
 
     def named(members: Iterable[tuple[int, str]]) -> str:
         return ", ".join(f"rank {rank} on host {host}" for rank, host in members)
 
-    text = f"{describe_name(report.name, report.round)}: waiting for {report.waiting_s:.0f} s"
-    if not report.missing and not report.silent:
-        return f"{text}, though all ranks have submitted it"
-    if report.missing:
-        text += f"; not submitted by {named(report.missing)}"
-    return text + (f"; no answer from {named(report.silent)}" if report.silent else "")
+    late = [f"not submitted by {named(report.missing)}"] if report.missing else []
+    late += [f"no answer from {named(report.silent)}"] if report.silent else []
+    return "; ".join(late) or "all ranks have submitted it"
 
 
 @dataclass

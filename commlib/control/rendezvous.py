@@ -264,7 +264,8 @@ class _Search:
                 if isinstance(message := line.receive(), m.Missing):
                     self.missing = message
                     break
-        text = f"after {self.connect_timeout_s:g} s (COMMLIB_CONNECT_TIMEOUT_S) {self._state(line is not None)}"
+        limit = f"{self.connect_timeout_s:.0f}" if self.connect_timeout_s >= 1 else f"{self.connect_timeout_s:.2g}"
+        text = f"after {limit} s (COMMLIB_CONNECT_TIMEOUT_S) {self._state(line is not None)}"
         kind = AuthenticationError if line is None and self.foreign else OperationTimeout
         return kind(text)
 

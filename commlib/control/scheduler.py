@@ -34,6 +34,8 @@ __all__ = ["Scheduler", "Tether", "describe_missing"]
 
 log = logging.getLogger("commlib")
 
+# Between the two the scheduler cannot tell.
+CONNECTION_ENDED = "its connection to the scheduler has ended: it died, or gave no sign of life for the peer timeout"
 SERVERS_LEAVE_S = 30.0  # after Over, at most
 
 
@@ -71,6 +73,7 @@ class Scheduler:
         self._hosts: dict[int, str] = {}  # by rank
         self._identities: dict[int, bytes] = {}  # by rank
         self._newcomers: list[bytes] = []
+        self._anyone_has_come = False
         self._refusal: m.Refused | None = None
         self._refused: set[str] = set()  # instances that have heard it
         self._expected = 0  # how many will come to hear it
@@ -135,7 +138,9 @@ class Scheduler:
     def _give_up(self) -> None:
         limit = f"{self._options.connect_timeout_s:g} s (COMMLIB_CONNECT_TIMEOUT_S)"
         if not len(self._roster):
-            log.error("no member of the job %s has come within %s: the scheduler ends", self._options.job, limit)
+            # Those who have come and gone have said themselves what was wrong.
+            if not self._anyone_has_come:
+                log.error("no member of the job %s has come within %s: the scheduler ends", self._options.job, limit)
             self._refusal = m.Refused("nobody came", Code.TIMEOUT)
             return
         self._refuse(f"after {limit} the job still waits for {describe_missing(self._roster.missing())}", Code.TIMEOUT)
@@ -195,6 +200,7 @@ class Scheduler:
             self._refuse_latecomer(identity, hello)
             return
         log.info("%s has come", self._roster.add(identity, hello))
+        self._anyone_has_come = True
         self._newcomers.append(identity)
 
     def _review(self) -> None:
@@ -318,7 +324,7 @@ class Scheduler:
             self._stop_when_all_are_refused()
         else:
             if not peer.left:
-                self._announce(m.Lost(peer.rank, peer.hello.host, "its connection to the scheduler has ended"))
+                self._announce(m.Lost(peer.rank, peer.hello.host, CONNECTION_ENDED))
             self._note_absence(peer)
 
     def _note_absence(self, peer: Peer) -> None:

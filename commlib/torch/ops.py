@@ -14,7 +14,7 @@ import torch
 
 import commlib
 from commlib import Average, ReduceOp, Sum
-from commlib.errors import UnsupportedError
+from commlib.errors import OperationTimeout, UnsupportedError
 from commlib.torch.compression import Compression, Compressor
 
 _DTYPES = {
@@ -55,7 +55,11 @@ class Handle:
         Raises ``OperationTimeout`` after ``timeout`` seconds (the operation stays in flight), or what the operation
         itself failed with: ``MismatchError``, ``PeerLostError``, …
         """
-        self._core.wait(timeout)
+        try:
+            self._core.wait(timeout)
+        except OperationTimeout as error:
+            error.handle = self
+            raise
         return self._complete()
 
     def __await__(self) -> Generator[Any, None, torch.Tensor]:
@@ -104,6 +108,7 @@ def push_pull(
     that cannot be sent, ``MismatchError`` if the ranks disagree, ``PeerLostError`` if one is gone.
     """
     operation = _operation(average, op)
+    check(tensor)
     if tensor.requires_grad and torch.is_grad_enabled():
         return _apply(tensor, None, operation, name, priority, compression)
     return submit(tensor, operation, name, priority, compression).wait()
@@ -150,6 +155,8 @@ def push_pull_async_inplace(
 ) -> Handle:
     """Like ``push_pull_inplace``, but return a handle at once."""
     operation = _operation(average, op)
+    check(tensor)
+    check(tensor)
     if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
         handles: list[Handle] = []
         _apply(tensor, handles, operation, name, priority, compression)

@@ -322,6 +322,8 @@ def DistributedOptimizer(  # noqa: N802 - the name scripts use
         raise ValueError("the optimizer is a DistributedOptimizer already")
     if op not in (Average, Sum):
         raise ValueError(f"gradients can be reduced by Average or Sum, not by {op!r}")
+    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
+        raise TypeError(f"compression is {compression!r}; expected one as Compression.fp16")
     named = _named(optimizer, named_parameters)
     reducer = Reducer(named, compression, _positive(backward_passes_per_step), op, sparse_as_dense)
 

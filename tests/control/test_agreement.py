@@ -154,4 +154,4 @@ def test_a_stall_in_words() -> None:
         'tensor "t": waiting for 61 s; not submitted by rank 1 on host a, rank 3 on host b; no answer from '
         "rank 2 on host c"
     )
-    assert "though all ranks have submitted it" in describe_stall(StallReport("t", 7, 61.3, (), ()))
+    assert "all ranks have submitted it" in describe_stall(StallReport("t", 7, 61.3, (), ()))

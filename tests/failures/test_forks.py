@@ -38,6 +38,7 @@ CHILD = """
             "zeros": told(lambda: commlib.zeros(1 << 16)),
             "declare": told(lambda: commlib.declare([("d", 4)])),
             "rank": told(lambda: commlib.rank()),
+            "init": told(lambda: commlib.init()),
             "speed": told(lambda: commlib.get_push_pull_speed()),
         }
         if flying is not None:

@@ -75,6 +75,16 @@ OBJECTS = """
                 assert (found is mine) == (rank == root)
                 assert type(found) is type(thing) and np.all(found == thing), (root, number)
     assert commlib.broadcast_object(rank) == 0
+    for root in range(size):  # what cannot be pickled fails everywhere
+        try:
+            commlib.broadcast_object((lambda: None) if rank == root else None, root)
+        except commlib.errors.CommlibError as error:
+            assert rank != root and f"rank {root} cannot pickle" in str(error)
+        except Exception as error:
+            assert rank == root, error
+        else:
+            raise AssertionError("a lambda")
+    assert commlib.broadcast_object(rank) == 0
     give("right")
     commlib.shutdown()
 """

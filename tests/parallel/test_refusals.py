@@ -28,6 +28,7 @@ SCRIPT = """
     ones = np.ones(6, np.float32)
     refused(NotInitializedError, "call commlib.init() first", commlib.push_pull, ones)
     refused(NotInitializedError, "call commlib.init() first", commlib.rank)
+    refused(TypeError, "expected a commlib.Config", commlib.init, "environment")
     commlib.init()
     rank, size = commlib.rank(), commlib.size()
     functions = [commlib.push_pull, commlib.push_pull_, commlib.push_pull_async, commlib.push_pull_async_]
@@ -73,7 +74,13 @@ SCRIPT = """
             for function in (commlib.broadcast, commlib.broadcast_, commlib.broadcast_object):
                 refused(ValueError, f"root_rank is {root}, but ranks go from 0 to {size - 1}", function, ones, root)
         for op in (-1, 5, 99):
-            refused(ValueError, f"no operation number {op}", commlib.push_pull, ones, op=op)
+            refused(ValueError, f"op is {op}; expected commlib.Average", commlib.push_pull, ones, op=op)
+        for op in ("sum", None, 1.5):
+            refused(TypeError, f"op is {op!r}; expected commlib.Average", commlib.push_pull, ones, op=op)
+        refused(UnsupportedError, "dtype uint16 is not", commlib.push_pull, np.zeros(3, np.uint16))
+        refused(UnsupportedError, "dtype >f8 is not", commlib.push_pull, np.zeros(3, ">f8"))
+        refused(UnsupportedError, "newbyteorder", commlib.push_pull, np.zeros(3, ">f8"))
+        refused(UnsupportedError, "real and imaginary parts", commlib.push_pull, np.zeros(3, np.complex64))
 
     for _ in range(2):
         if rank == 0:
