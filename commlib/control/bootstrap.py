@@ -66,7 +66,7 @@ def connect_worker(config: Config, table_bytes: TableBytes) -> Wiring:
     peers_streams = (hosts - 1 + config.num_servers) * config.streams if config.local_rank == 0 else 0
     require_descriptors(DESCRIPTORS + 2 * config.local_size + peers_streams)
     if config.interface:
-        listening_address(config.interface, "", allow_loopback=True)  # is there one? Better known before the others wait
+        listening_address(config.interface, "", allow_loopback=True)  # is there one? better known at once
     with contextlib.ExitStack() as undo:
         attempt = _Attempt(config, undo)
         root_listener = attempt.listen_locally() if config.local_rank == 0 and config.local_size > 1 else None
