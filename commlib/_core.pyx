@@ -63,6 +63,7 @@ cdef int kReduce = 0
 cdef int kBroadcast = 1
 cdef int kBarrier = 2
 cdef int kUnnamed = 1024
+cdef uint64_t kMaxBytes = <uint64_t>1 << 47
 # Ctrl-C is seen between waits of this length.
 cdef int kSliceMs = 100
 
@@ -136,6 +137,8 @@ cdef class Buffer:
         cdef Buffer self = Buffer.__new__(Buffer)
         if address == 0 and count != 0:
             raise ValueError("the address of the buffer is 0")
+        if count > kMaxBytes // ITEM_BYTES[dtype]:
+            raise ValueError(f"{count} elements of {DTYPE_NAMES[dtype]} are more than memory has addresses")
         self.data = <void*>address
         self.count = count
         self.dtype = dtype
@@ -274,16 +277,17 @@ cdef class Key:
         if (self.history is not None and collective == self.collective and op == self.op and dtype == self.dtype
                 and root == self.root and shape == self.shape and compression == self.compression):
             return self.hash
-        self.collective, self.op, self.dtype, self.root = collective, op, dtype, root
-        self.shape, self.compression = shape, compression
         signature = (COLLECTIVE_NAMES[collective], OP_NAMES[op] if collective == kReduce else "",
                      DTYPE_NAMES[dtype], shape, root if collective == kBroadcast else None, compression)
-        self.hash = session.hash_of(signature)
-        if self.history is None:
-            self.history = []
-        self.history.append((self.record.get().rounds() + 1, signature))
-        del self.history[:-8]
-        return self.hash
+        # All that can raise, if only because a signal comes, is done before anything is changed: a new signature with
+        # the old hash would be taken for agreement.
+        cdef uint64_t new_hash = session.hash_of(signature)
+        cdef list history = [] if self.history is None else self.history[-7:]
+        history.append((self.record.get().rounds() + 1, signature))
+        self.hash, self.history = new_hash, history
+        self.collective, self.op, self.dtype, self.root = collective, op, dtype, root
+        self.shape, self.compression = shape, compression
+        return new_hash
 
 
 @cython.final
@@ -323,7 +327,10 @@ cdef class Handle:
         stays in flight, holds its buffers, and may be waited for again.
         """
         if not self.operation.get().completion.done():
-            self.block(self.worker.default_timeout if timeout is None else float(timeout))
+            timeout = self.worker.default_timeout if timeout is None else float(timeout)
+            if timeout != timeout:
+                raise ValueError("timeout is not a number; expected seconds")
+            self.block(timeout)
         self.worker.reap()
         cdef CppFailure failure = self.operation.get().completion.failure()
         if failure.code != Errc.kOk:
@@ -492,7 +499,7 @@ cdef class Worker:
         cdef Buffer source = Buffer.at(ptr, count, number, owner)
         cdef Buffer target = source if out_ptr is None else Buffer.at(<uintptr_t>out_ptr, count, number, owner)
         if shape is not None:
-            source.shape = tuple(shape)
+            source.shape = target.shape = tuple(shape)
         check_target(source, target)
         return self.submit(source, target, owner, name, kReduce, which, 0, priority, False, compression)
 
@@ -717,7 +724,7 @@ cdef list take_log_of(CppWorker* worker, CppServer* server):
 
 
 cdef int check_target(Buffer source, Buffer target) except -1:
-    if target.dtype != source.dtype or target.shape != source.shape and target.count != source.count:
+    if target.dtype != source.dtype or target.shape != source.shape:
         raise ValueError(
             f"out is {DTYPE_NAMES[target.dtype]} of shape {target.shape}, the tensor is "
             f"{DTYPE_NAMES[source.dtype]} of shape {source.shape}"

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from commlib import errors
 from commlib._core import Handle
 from commlib.config import Config
+from commlib.control.interrupt import Stop, uninterrupted
 from commlib.session import FORKED, Session
 
 T = TypeVar("T")
@@ -44,17 +45,19 @@ class ReduceOp(enum.IntEnum):
 
 Average, Sum, Min, Max, Product = ReduceOp
 
+AT_EXIT_S = 1.0
 _UNPICKLABLE = -1  # in place of a length
 
 _session: Session | None = None
 # In a forked child: the session of its parent. Kept, so that nothing of the parent is given back, and never used.
 _parents: Session | None = None
-_lock = threading.Lock()  # guards the making and ending of _session
+# Guards the making and ending of _session. A signal handler may shut down what its thread is just joining.
+_lock = threading.RLock()
 
 
 def _forget_in_child() -> None:
     global _session, _parents, _lock
-    _lock = threading.Lock()  # a thread that exists in the parent only may hold the other one
+    _lock = threading.RLock()  # a thread that exists in the parent only may hold the other one
     if _session is not None:
         _parents, _session = _session, None
 
@@ -72,7 +75,6 @@ def init(config: Config | None = None) -> None:
     ``COMMLIB_CONNECT_TIMEOUT_S``, AuthenticationError where the job's secret differs, NotInitializedError without a
     `config` in a forked child of a process that had called it.
     """
-    global _session
     with _lock:
         if _session is not None:
             return
@@ -80,7 +82,20 @@ def init(config: Config | None = None) -> None:
             raise errors.NotInitializedError(FORKED)  # its place in the job is its parent's
         if not isinstance(config, Config | None):
             raise TypeError(f"config is a {type(config).__name__}; expected a commlib.Config, or nothing")
-        _session = Session(Config.from_environment() if config is None else config)
+        settings = Config.from_environment() if config is None else config
+        uninterrupted(lambda stop: _join(settings, stop), _leave)
+
+
+def _join(config: Config, stop: Stop) -> None:
+    global _session
+    _session = Session(config, stop)
+
+
+def _leave() -> None:
+    global _session
+    session, _session = _session, None
+    if session is not None:
+        session.shutdown()
 
 
 def shutdown() -> None:
@@ -91,14 +106,19 @@ def shutdown() -> None:
     NotInitializedError, and the job ends for all ranks. A second call does nothing; ``init`` may be called again for
     another job.
     """
-    global _session
     with _lock:
-        session, _session = _session, None
-    if session is not None:
-        session.shutdown()
+        if _session is not None:
+            uninterrupted(lambda stop: _leave(), lambda: None)
 
 
-atexit.register(shutdown)
+def _shutdown_at_exit() -> None:
+    # Who holds the lock for longer is a daemon thread that is still joining, and about to end with the process.
+    if _lock.acquire(timeout=AT_EXIT_S):
+        shutdown()
+        _lock.release()
+
+
+atexit.register(_shutdown_at_exit)
 
 
 def is_initialized() -> bool:

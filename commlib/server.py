@@ -10,6 +10,8 @@ from commlib import _core
 from commlib.config import Config
 from commlib.control.bootstrap import connect_server
 from commlib.control.interface import Hooks
+from commlib.control.interrupt import uninterrupted
+from commlib.control.wiring import Wiring
 from commlib.errors import PeerLostError
 from commlib.losses import CAUSE_TOLD, NOBODY, Told, peer_lost
 
@@ -23,7 +25,14 @@ def serve(config: Config) -> None:
 
     Blocks. Raises what ``commlib.init`` raises, and PeerLostError when the job has failed.
     """
-    wiring = connect_server(config)
+    wirings: list[Wiring] = []
+
+    def leave() -> None:
+        for joined in wirings:
+            joined.close()
+
+    uninterrupted(lambda stop: wirings.append(connect_server(config, stop)), leave)
+    (wiring,) = wirings
     over = threading.Event()
     failed = False
     scheduler_lost = False

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from queue import Empty, SimpleQueue
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,7 @@ from commlib.config import LOCAL_ROUTES, Config
 from commlib.control.agreement import describe_late, describe_stall
 from commlib.control.bootstrap import connect_worker
 from commlib.control.interface import Hooks
+from commlib.control.interrupt import Stop
 from commlib.control.messages import Declaration, Signature, StallReport, Verdict
 from commlib.control.registry import describe_name
 from commlib.launch.blame import tell_supervisor
@@ -44,9 +46,10 @@ FORKED = "this is a forked child of a process that called commlib.init(): it can
 class Session:
     """What `commlib.init` makes. Its methods may be called from any thread; they block only where they say so."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, stop: Stop) -> None:
+        """Joins the job; see `connect_worker`."""
         self.config = config
-        self.wiring = connect_worker(config, _core.table_bytes)
+        self.wiring = connect_worker(config, _core.table_bytes, stop)
         wiring = self.wiring
         self.rank = wiring.rank
         self.parameters = wiring.parameters
@@ -61,11 +64,11 @@ class Session:
         except BaseException:
             wiring.close()
             raise
+        wiring.close_memory()
         self._told: Told | None = None
         self._told_came = threading.Event()
         self._blamed = False
-        self._late: dict[tuple[str, int], StallReport | None] = {}  # asked for by threads that wait for the answer
-        self._late_came = threading.Condition()
+        self._late: dict[tuple[str, int], SimpleQueue[StallReport]] = {}  # of threads that wait for the answer
         self._verdicts: dict[str, dict[int, Verdict]] = {}  # by name and round
         self._verdict_came = threading.Condition()
         self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopCompletions] = WeakKeyDictionary()
@@ -225,12 +228,12 @@ class Session:
         return errors.OperationTimeout(f"{text}. {again}", handle=handle)
 
     def _who_is_late(self, name: str, round_number: int, waiting_s: float) -> StallReport | None:
-        asked = name, round_number
-        with self._late_came:
-            self._late[asked] = None
-            self.wiring.client.stalled(name, round_number, waiting_s)
-            self._late_came.wait_for(lambda: self._late.get(asked) is not None, WHO_IS_LATE_S)
-            return self._late.pop(asked, None)
+        answer = self._late[name, round_number] = SimpleQueue()
+        self.wiring.client.stalled(name, round_number, waiting_s)
+        try:
+            return answer.get(timeout=WHO_IS_LATE_S)
+        except Empty:
+            return None
 
     def _mismatch(self, name: str, round_number: int) -> errors.MismatchError:
         with self._verdict_came:
@@ -250,12 +253,11 @@ class Session:
         self.worker.abort(NOBODY if rank is None else rank, CAUSE_TOLD)
 
     def _on_stall(self, report: StallReport) -> None:
-        with self._late_came:
-            if (report.name, report.round) in self._late:
-                self._late[report.name, report.round] = report
-                self._late_came.notify_all()
-                return
-        log.warning("%s", describe_stall(report))
+        answer = self._late.pop((report.name, report.round), None)
+        if answer is not None:
+            answer.put(report)
+        else:
+            log.warning("%s", describe_stall(report))
 
     def _on_disagreements(self) -> None:
         for name, round_number, (collective, op, dtype, shape, root, compression) in self.worker.take_disagreements():

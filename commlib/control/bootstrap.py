@@ -30,6 +30,7 @@ from commlib.control.addresses import join_address, listening_address, local_nam
 from commlib.control.client import ControlClient
 from commlib.control.fdpass import peer_credentials, receive_descriptors, require_descriptors, send_descriptors
 from commlib.control.handshake import Claim
+from commlib.control.interrupt import Stop
 from commlib.control.links import AddressTaken
 from commlib.control.local import LocalControl
 from commlib.control.memory import check_segment, make_segment, mappable_bytes
@@ -50,11 +51,12 @@ BACKLOG = 1024
 DESCRIPTORS = 40  # that a member needs in any case, and some for the program
 
 
-def connect_worker(config: Config, table_bytes: TableBytes) -> Wiring:
+def connect_worker(config: Config, table_bytes: TableBytes, stop: Stop | None = None) -> Wiring:
     """Connect this worker to all it must be connected to, and wait until all are.
 
     `table_bytes` tells the size of a host's ready table from the number of its ranks. Raises ConfigError,
-    AuthenticationError, OperationTimeout (who is missing), or PeerLostError; then nothing is left open.
+    AuthenticationError, OperationTimeout (who is missing), PeerLostError, or Stopped when `stop` is asked for; then
+    nothing is left open. To be called through `uninterrupted`.
     """
     if config.role != "worker":
         raise ConfigError(
@@ -68,7 +70,7 @@ def connect_worker(config: Config, table_bytes: TableBytes) -> Wiring:
     if config.interface:
         listening_address(config.interface, "", allow_loopback=True)  # is there one? better known at once
     with contextlib.ExitStack() as undo:
-        attempt = _Attempt(config, undo)
+        attempt = _Attempt(config, undo, stop or Stop())
         root_listener = attempt.listen_locally() if config.local_rank == 0 and config.local_size > 1 else None
         process = attempt.start_scheduler() if config.rank == 0 and not config.scheduler_external else None
         client = attempt.join(_worker_hello(attempt, table_bytes), process)
@@ -99,7 +101,7 @@ def connect_worker(config: Config, table_bytes: TableBytes) -> Wiring:
     )
 
 
-def connect_server(config: Config) -> Wiring:
+def connect_server(config: Config, stop: Stop | None = None) -> Wiring:
     """Connect this dedicated server to all local roots; the workers decide how many servers and what parameters.
 
     Raises as `connect_worker` does.
@@ -110,7 +112,7 @@ def connect_server(config: Config) -> Wiring:
     if config.interface:
         listening_address(config.interface, "", allow_loopback=True)
     with contextlib.ExitStack() as undo:
-        attempt = _Attempt(config, undo)
+        attempt = _Attempt(config, undo, stop or Stop())
         client = attempt.join(_hello(attempt), None)
         peer_id = len(client.welcome.arena_bytes) + (client.welcome.server_index or 0)
         peers = _connect_hosts(attempt, client, peer_id)
@@ -191,11 +193,12 @@ def _about_all(welcome: m.Welcome) -> dict[str, Any]:
 class _Attempt:
     """What all steps of one bootstrap need. What is entered into `undo` is undone when a later step fails."""
 
-    def __init__(self, config: Config, undo: contextlib.ExitStack) -> None:
+    def __init__(self, config: Config, undo: contextlib.ExitStack, stop: Stop) -> None:
         if not config.is_one_host and not config.scheduler_addresses():
             raise ConfigError("the job needs an address for its scheduler; expected COMMLIB_SCHEDULER=host:port")
         self.config = config
         self.undo = undo
+        self.stop = stop
         self.deadline = time.monotonic() + config.connect_timeout_s
         self.instance = secrets.token_hex(16)
         self.addresses = scheduler_addresses(config)
@@ -280,9 +283,11 @@ class _Attempt:
             hello,
             connect_timeout_s=max(0.0, self.deadline - time.monotonic()),
             peer_timeout_s=self.config.peer_timeout_s,
+            stop=self.stop,
         )
         client = ControlClient(joined, process)
         self.undo.callback(client.close)
+        self.stop.then(client.give_up)
         self.deadline = time.monotonic() + self.config.connect_timeout_s  # however long the last one was waited for
         return client
 

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import zmq
@@ -64,7 +65,8 @@ class ControlClient(Control):
         self._events: list[Callable[[Hooks], None]] = []  # for hooks that are attached later
         self._requests = itertools.count()
         self._lock = threading.Lock()  # guards _gone and the waiting futures below; held for moments, nothing is called
-        self._declared: dict[int, Future[tuple[m.Declaration, ...]]] = {}
+        # Names are declared in the main thread, where a signal handler may break a Future, but no single step of C.
+        self._declared: dict[int, SimpleQueue[m.Declared | CommlibError]] = {}
         self._verdicts: dict[tuple[str, int], list[Future[m.Verdict]]] = {}
         self._endpoints: Future[tuple[str, ...]] = Future()
         self._go: Future[None] = Future()
@@ -99,11 +101,16 @@ class ControlClient(Control):
             batch = [(name, int(total_bytes)) for name, total_bytes in names[start : start + MAX_NAMES_PER_MESSAGE]]
             request = next(self._requests)
             message = _checked(m.Declare(request, tuple(batch)))
-            future: Future[tuple[m.Declaration, ...]] = Future()
+            answer: SimpleQueue[m.Declared | CommlibError] = SimpleQueue()
             with self._usable():
-                self._declared[request] = future
+                self._declared[request] = answer
             self._say(message)
-            answers += future.result()
+            said = answer.get()
+            if isinstance(said, CommlibError):
+                raise said
+            if said.error:
+                raise from_code(said.code, said.error)
+            answers += said.declarations
         return answers
 
     def report_mismatch(
@@ -172,6 +179,10 @@ class ControlClient(Control):
         error = self._failure or self._gone
         if error is not None:
             raise copy.copy(error)
+
+    def give_up(self) -> None:
+        """From any thread: whoever waits here for others does so no longer."""
+        self._fail_job(CommlibError("given up"))
 
     def exchange_endpoints(self, address: str, deadline: float) -> tuple[str, ...]:
         """Say where this local root or server listens; returns where all of them do, by PeerId."""
@@ -268,13 +279,9 @@ class ControlClient(Control):
 
     def _hear_declared(self, message: m.Declared) -> None:
         with self._lock:
-            future = self._declared.pop(message.request, None)
-        if future is None:
-            return
-        if message.error:
-            future.set_exception(from_code(message.code, message.error))
-        else:
-            future.set_result(message.declarations)
+            answer = self._declared.pop(message.request, None)
+        if answer is not None:
+            answer.put(message)
 
     def _answer(self, query: m.Query) -> None:
         try:
@@ -324,9 +331,12 @@ class ControlClient(Control):
         with self._lock:
             if self._gone is None or self._closing:
                 self._gone = error
-            waiting: list[Future[Any]] = [*self._declared.values(), *itertools.chain(*self._verdicts.values())]
+            declaring = list(self._declared.values())
+            waiting: list[Future[Any]] = [*itertools.chain(*self._verdicts.values())]
             self._declared.clear()
             self._verdicts.clear()
+        for answer in declaring:
+            answer.put(copy.copy(error))
         for future in waiting:
             _break(future, error)
         waiting = [self._endpoints, self._go, self._farewell, self._over]

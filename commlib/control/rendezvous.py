@@ -14,6 +14,7 @@ import zmq
 
 from commlib.control import messages as m
 from commlib.control.addresses import split_address
+from commlib.control.interrupt import Stop
 from commlib.control.links import FLUSH_S, HANDSHAKE_S, MAX_MESSAGE_BYTES, set_heartbeats
 from commlib.control.monitor import take_events
 from commlib.control.scheduler import describe_missing
@@ -135,6 +136,7 @@ class _Search:
     hello: m.Hello
     connect_timeout_s: float
     peer_timeout_s: float
+    stop: Stop
     started: float = field(default_factory=time.monotonic)
     missing: m.Missing | None = None  # as last told
     foreign: set[str] = field(default_factory=set)  # what answered there does not know the secret
@@ -239,6 +241,7 @@ class _Search:
 
     def _wait(self, lines: Sequence[Line], *, joined: bool, until: float | None = None) -> None:
         """Sleep until something may have happened on `lines`. Raises OperationTimeout when the time is up."""
+        self.stop.check()
         now = time.monotonic()
         if now >= self.deadline:
             raise self._timeout(lines[0] if joined else None)
@@ -248,6 +251,7 @@ class _Search:
                 lines[0].send(m.WhoIsMissing())
             log.warning("after %.0f s %s", now - self.started, self._state(joined))
         poller = zmq.Poller()
+        poller.register(self.stop.fileno(), zmq.POLLIN)
         for line in lines:
             poller.register(line.socket, zmq.POLLIN)
             poller.register(line.monitor, zmq.POLLIN)
@@ -298,18 +302,25 @@ def _unknown_host(address: str) -> str:
 
 
 def join(
-    addresses: Sequence[str], keys: Keys, hello: m.Hello, *, connect_timeout_s: float, peer_timeout_s: float
+    addresses: Sequence[str],
+    keys: Keys,
+    hello: m.Hello,
+    *,
+    connect_timeout_s: float,
+    peer_timeout_s: float,
+    stop: Stop | None = None,
 ) -> Joined:
     """Find the scheduler at one of `addresses` and wait until the job is complete.
 
     Logs every 10 s who is missing. Raises OperationTimeout with that after `connect_timeout_s` seconds, ConfigError
-    when the members do not fit together, AuthenticationError when the secrets differ.
+    when the members do not fit together, AuthenticationError when the secrets differ, Stopped when `stop` is asked for.
+    Not where signal handlers run: a socket that one of them keeps ZeroMQ from knowing could never be closed.
     """
+    stop = Stop() if stop is None else stop
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        return _Search(context, addresses, keys, hello, connect_timeout_s, peer_timeout_s).run()
+        return _Search(context, addresses, keys, hello, connect_timeout_s, peer_timeout_s, stop).run()
     except BaseException:
-        # Closes what is still open, too: an interruption may have come while a line was being made.
         context.destroy(linger=0)
         raise
 

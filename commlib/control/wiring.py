@@ -54,6 +54,11 @@ class Wiring:
         streams = (fd for fds in self.peers.values() for fd in fds)
         return (*table, *self.arena_fds, *self.local_socket_fds.values(), *streams)
 
+    def close_memory(self) -> None:
+        """Close the descriptors of shared memory, when it is mapped."""
+        for fd in {self.table_fd, *self.arena_fds}:
+            os.close(fd)
+
     def close(self) -> None:
         """Leave without a word: close the descriptors and the client. Only if the core has not been given them."""
         self.client.close()

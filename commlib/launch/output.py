@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 __all__ = ["Outlet", "Pump", "pumps_for"]
 
 _READ_BYTES = 1 << 16
+_LONGEST_LINE = 1 << 20  # is held back until it ends
 _LINE_END = re.compile(rb"\n")
 _TERMINAL_LINE_END = re.compile(rb"\n|\r(?!\n)")
 
@@ -73,21 +74,23 @@ class Pump(threading.Thread):
                 self._write(outlet, bytes(outlet.held))
             return False
         end = max(data.rfind(end) for end in self._ends) + 1
-        if end == 0:
+        if end == 0 and len(outlet.held) < _LONGEST_LINE:
             outlet.held += data
             return True
+        end = end or len(data)  # a line that is too long to be held
         lines = bytes(outlet.held) + data[:end]
         outlet.held = bytearray(data[end:])
         self._write(outlet, lines)
         return True
 
     def _write(self, outlet: Outlet, lines: bytes) -> None:
-        """`lines` with a prefix before each; the last one may be without its end."""
+        """`lines` with a prefix before each; the last one may be without its end, and then go on the next time."""
         between = b"" if self._unfinished is None or self._unfinished is outlet else b"\n"
         last = len(lines) - 1 if lines.endswith(self._ends) else len(lines)
         prefixed = self._line_end.sub(lambda end: end.group() + outlet.prefix, lines[:last]) + lines[last:]
+        prefix = b"" if self._unfinished is outlet else outlet.prefix
         self._unfinished = None if last < len(lines) else outlet
-        _write_all(outlet.destination, between + outlet.prefix + prefixed)
+        _write_all(outlet.destination, between + prefix + prefixed)
 
 
 def pumps_for(outlets: Mapping[int, Outlet], on_end: Callable[[], object]) -> list[Pump]:

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import zmq
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.timeout(60)
 
 KEYS = derive_keys(b"secret", "job")
 WRONG = derive_keys(b"another secret", "job")
-JOIN = {"connect_timeout_s": LIMIT_S, "peer_timeout_s": 30.0}
+JOIN: dict[str, Any] = {"connect_timeout_s": LIMIT_S, "peer_timeout_s": 30.0}
 
 
 def closed_port() -> str:
