@@ -67,8 +67,6 @@ def connect_worker(config: Config, table_bytes: TableBytes, stop: Stop | None = 
     hosts = -(-config.size // config.local_size)  # about: they may be unequal
     peers_streams = (hosts - 1 + config.num_servers) * config.streams if config.local_rank == 0 else 0
     require_descriptors(DESCRIPTORS + 2 * config.local_size + peers_streams)
-    if config.interface:
-        listening_address(config.interface, "", allow_loopback=True)  # is there one? better known at once
     with contextlib.ExitStack() as undo:
         attempt = _Attempt(config, undo, stop or Stop())
         root_listener = attempt.listen_locally() if config.local_rank == 0 and config.local_size > 1 else None
@@ -109,8 +107,6 @@ def connect_server(config: Config, stop: Stop | None = None) -> Wiring:
     if config.role != "server":
         raise ConfigError(f"this process is a {config.role}; expected the settings of a server")
     require_descriptors(DESCRIPTORS)
-    if config.interface:
-        listening_address(config.interface, "", allow_loopback=True)
     with contextlib.ExitStack() as undo:
         attempt = _Attempt(config, undo, stop or Stop())
         client = attempt.join(_hello(attempt), None)

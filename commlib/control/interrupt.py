@@ -28,11 +28,15 @@ class Stop:
 
     def __init__(self) -> None:
         self._asked = False
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._fd = -1
         self._then: Callable[[], object] = lambda: None
 
     def fileno(self) -> int:
-        """Readable when `check` raises."""
+        """Readable when `check` raises. Opened when it is asked for."""
+        if self._fd < 0:
+            self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            if self._asked:  # just now
+                os.eventfd_write(self._fd, 1)
         return self._fd
 
     def check(self) -> None:
@@ -48,7 +52,8 @@ class Stop:
     def ask(self) -> None:
         """Ask the work to end."""
         self._asked = True
-        os.eventfd_write(self._fd, 1)
+        if self._fd >= 0:
+            os.eventfd_write(self._fd, 1)
         self._then()
 
     def close(self) -> None:
@@ -98,8 +103,7 @@ def uninterrupted(work: Callable[[Stop], object], undo: Callable[[], object]) ->
             ended.get()
             stop.close()
         except BaseException:
-            if stop.fileno() >= 0:
-                stop.ask()
+            stop.ask()
             if not _taken(to_begin) and _taken(ended, GIVE_UP_S):
                 stop.close()
                 failure.clear()

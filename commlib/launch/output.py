@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 __all__ = ["Outlet", "Pump", "pumps_for"]
 
 _READ_BYTES = 1 << 16
-_LONGEST_LINE = 1 << 20  # is held back until it ends
+_LONGEST_LINE = 1 << 24  # is held back until it ends
 _LINE_END = re.compile(rb"\n")
 _TERMINAL_LINE_END = re.compile(rb"\n|\r(?!\n)")
 

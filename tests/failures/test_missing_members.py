@@ -120,14 +120,6 @@ def test_one_looks_for_the_scheduler_elsewhere(closed_port: int) -> None:
     check(outcomes[1], ["OperationTimeout"], "no scheduler of the job", address)
 
 
-def test_an_interface_that_does_not_exist_is_told_at_once() -> None:
-    # Also to the rank that then waits for nobody.
-    outcomes = attempt([1, 1], env={"COMMLIB_INTERFACE": "nope0"}, limit_s=20.0)
-    for outcome in outcomes:
-        check(outcome, ["ConfigError"], "nope0", "COMMLIB_INTERFACE")
-        assert outcome.value[2] < SLACK_S
-
-
 def test_the_scheduler_s_host_is_unknown() -> None:
     outcomes = attempt([1, 1], rank_env={1: {"COMMLIB_SCHEDULER": "no-such-host.invalid:5555"}})
     check(outcomes[0], ["OperationTimeout"], "rank 1")
