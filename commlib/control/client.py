@@ -22,6 +22,7 @@ import zmq
 from commlib.control import messages as m
 from commlib.control.addresses import split_address
 from commlib.control.interface import Control, Hooks
+from commlib.control.interrupt import wait_for
 from commlib.control.loop import ControlLoop
 from commlib.control.registry import describe_name
 from commlib.control.rendezvous import Joined
@@ -105,7 +106,7 @@ class ControlClient(Control):
             with self._usable():
                 self._declared[request] = answer
             self._say(message)
-            said = answer.get()
+            said = wait_for(answer)
             if isinstance(said, CommlibError):
                 raise said
             if said.error:

@@ -13,10 +13,14 @@ import os
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
-__all__ = ["Stop", "Stopped", "uninterrupted"]
+__all__ = ["Stop", "Stopped", "uninterrupted", "wait_for"]
 
 GIVE_UP_S = 10.0
+SLICE_S = 0.1
+
+T = TypeVar("T")
 
 
 class Stopped(BaseException):
@@ -100,7 +104,7 @@ def uninterrupted(work: Callable[[Stop], object], undo: Callable[[], object]) ->
     else:
         try:
             _begin(call)
-            ended.get()
+            wait_for(ended)
             stop.close()
         except BaseException:
             stop.ask()
@@ -112,6 +116,15 @@ def uninterrupted(work: Callable[[Stop], object], undo: Callable[[], object]) ->
             raise
     if failure:
         raise failure[0]
+
+
+def wait_for(queue: SimpleQueue[T]) -> T:
+    """`queue.get()`, for the main thread: a signal that comes just before it sleeps must not wait until it wakes."""
+    while True:
+        try:
+            return queue.get(timeout=SLICE_S)
+        except Empty:
+            continue
 
 
 def _taken(queue: SimpleQueue[None], timeout_s: float = 0.0) -> bool:
