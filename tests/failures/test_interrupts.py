@@ -40,9 +40,10 @@ TOOLS = """
     def check_held(first, after):
         gc.collect()
         deadline = time.monotonic() + 5  # what ends in the background has a moment for it
-        while held() > first and time.monotonic() < deadline:
-            time.sleep(0.02)
         fds, tasks = held()
+        while (fds > first[0] or tasks > first[1]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+            fds, tasks = held()
         assert fds <= first[0] and tasks <= first[1], (after, (fds, tasks), first)
 """
 
