@@ -25,6 +25,7 @@ CAUSES = (
     "has left the job: it shut down while others still needed it",
     "is lost",
     "has no memory left in its arena; see COMMLIB_ARENA_BYTES",
+    "has given a buffer that cannot be read: it was unmapped, or never there",
 )
 CAUSE_LEFT, CAUSE_TOLD = 7, 8
 

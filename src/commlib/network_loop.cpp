@@ -107,7 +107,7 @@ Errc NetworkLoop::on_frame(PeerId peer, const Frame& frame) noexcept {
       engine_->on_peer_left(peer, frame.member);
       return Errc::kOk;
     case FrameKind::kAbort:
-      if (frame.code > static_cast<std::uint8_t>(Cause::kMemory)) return Errc::kInternal;
+      if (frame.code > static_cast<std::uint8_t>(Cause::kUnreadable)) return Errc::kInternal;
       table_.abort(frame.member, static_cast<Cause>(frame.code));
       return Errc::kOk;
     default:
@@ -133,6 +133,9 @@ void NetworkLoop::on_closed(PeerId peer, Errc code, int os_error) noexcept {
   } else if (code == Errc::kOk) {
     engine_->on_peer_left(peer, member);
     if (exchange_ != nullptr) exchange_->on_peer_left(peer, member);
+  } else if (os_error == EFAULT) {
+    table_.abort(options_.member_of_peer[options_.self],
+                 Cause::kUnreadable);  // the connection is good, a buffer here is not
   } else {
     const Cause cause = code == Errc::kInternal ? Cause::kMalformed
                         : os_error == 0         ? Cause::kClosed

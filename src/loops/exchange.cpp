@@ -37,11 +37,13 @@ void Exchange::leave_message(Message message) noexcept {
 }
 
 void Exchange::announce(PartTask& task, bool agree) noexcept {
-  leave_message({agree ? Message::Kind::kAnnounce : Message::Kind::kDisagree, &task, 0});
+  leave_message({agree ? Message::Kind::kAnnounce : Message::Kind::kDisagree, &task});
 }
-void Exchange::contribute(PartTask& task) noexcept { leave_message({Message::Kind::kContribute, &task, 0}); }
+void Exchange::contribute(PartTask& task) noexcept {
+  leave_message({Message::Kind::kContribute, nullptr, 0, task.key(), task.operation->round});
+}
 void Exchange::leave(std::uint32_t member) noexcept { leave_message({Message::Kind::kLeave, nullptr, member}); }
-void Exchange::submit(PartTask& task) noexcept { leave_message({Message::Kind::kSubmit, &task, 0}); }
+void Exchange::submit(PartTask& task) noexcept { leave_message({Message::Kind::kSubmit, &task}); }
 
 int Exchange::take_messages() {
   messages_.drain(&taken_);
@@ -57,9 +59,9 @@ int Exchange::take_messages() {
         begin(*message.task, true, true);
         break;
       case Message::Kind::kContribute: {
-        const auto found = parts_.find(message.task->key());
-        // A part that has failed may be gone, or be another round's.
-        if (found != parts_.end() && found->second->task == message.task) have_partial(*found->second);
+        // A part that has failed may be gone, and its task with it, or be another round's.
+        const auto found = parts_.find(message.key);
+        if (found != parts_.end() && found->second->round == message.round) have_partial(*found->second);
         break;
       }
       case Message::Kind::kLeave:

@@ -87,7 +87,9 @@ class Exchange : public ExchangeDoor {
   struct Message {
     enum class Kind : std::uint8_t { kAnnounce, kDisagree, kContribute, kSubmit, kLeave } kind;
     PartTask* task;
-    std::uint32_t member;
+    std::uint32_t member = 0;
+    std::uint64_t key = 0;  // kContribute: its task may be gone when the message is read
+    std::uint64_t round = 0;
   };
 
   void leave_message(Message message) noexcept;

@@ -42,6 +42,11 @@ std::byte* address_of(const LocalContext& context, std::uint32_t rank, Place pla
   return rank == context.local_rank ? reinterpret_cast<std::byte*>(place.offset()) : nullptr;
 }
 
+// The memory that a rank has given is not there, though the rank is: the job is over, and by its fault.
+void blame_unreadable(const LocalContext& context, std::uint32_t rank) noexcept {
+  if (!context.table.has_left(rank)) context.table.abort(context.global_ranks[rank], Cause::kUnreadable);
+}
+
 // Those who put something in, in local rank order.
 class Sources {
  public:
@@ -66,6 +71,7 @@ class Sources {
       }
       std::byte* block = scratch(i);
       const Errc code = remote_read(context_.pids[ranks_[i]], block, addresses_[i] + begin * item_, count * item_);
+      if (code == Errc::kInternal) blame_unreadable(context_, ranks_[i]);
       if (code != Errc::kOk) return code;
       pointers[i] = block;
     }
@@ -154,7 +160,16 @@ Errc collect_slice(const LocalContext& context, const PartTask& task, std::uint3
     std::memcpy(task.output() + offset, from + offset, bytes);
     return Errc::kOk;
   }
-  return remote_read(context.pids[rank], task.output() + offset, place.offset() + offset, bytes);
+  std::byte* const to = task.output() + offset;
+  const Errc code = remote_read(context.pids[rank], to, place.offset() + offset, bytes);
+  if (code == Errc::kInternal) {
+    // Either of the two may be what is not there.
+    const int self = context.pids[context.local_rank];
+    const std::size_t some = std::min(bytes, kBlockBytes);
+    const bool is_mine = remote_read(self, scratch(0), reinterpret_cast<std::uint64_t>(to), some) != Errc::kOk;
+    blame_unreadable(context, is_mine ? context.local_rank : rank);
+  }
+  return code;
 }
 
 }  // namespace commlib

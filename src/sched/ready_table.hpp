@@ -59,15 +59,16 @@ struct Failure {
 // Why a member was lost; in words in commlib/errors.py.
 enum class Cause : std::uint8_t {
   kUnknown = 0,
-  kDied = 1,       // its process has ended
-  kClosed = 2,     // end of file on a connection
-  kReset = 3,      // a connection failed
-  kSilent = 4,     // no sign of life for the peer timeout
-  kMalformed = 5,  // it sent what no member sends
-  kInternal = 6,   // it found a bug of its own
-  kLeft = 7,       // it shut down in order, but is needed
-  kToldSo = 8,     // the scheduler says so
-  kMemory = 9,     // its arena is full
+  kDied = 1,         // its process has ended
+  kClosed = 2,       // end of file on a connection
+  kReset = 3,        // a connection failed
+  kSilent = 4,       // no sign of life for the peer timeout
+  kMalformed = 5,    // it sent what no member sends
+  kInternal = 6,     // it found a bug of its own
+  kLeft = 7,         // it shut down in order, but is needed
+  kToldSo = 8,       // the scheduler says so
+  kMemory = 9,       // its arena is full
+  kUnreadable = 10,  // the memory it has given cannot be read
 };
 
 // What one rank says of one partition. Written by that rank only.

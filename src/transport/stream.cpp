@@ -98,7 +98,8 @@ int Stream::receive(FrameSink& sink, TransportCounters& counters) noexcept {
       break;
     }
     const auto bytes = static_cast<std::size_t>(got);
-    if (bytes < payload_left_ + parts[1].iov_len && !hangup_) readable_ = false;
+    // A short read has emptied the socket; but what a send has met is told only by a read that finds nothing.
+    if (bytes < payload_left_ + parts[1].iov_len && !hangup_ && send_error_ == 0) readable_ = false;
     const std::size_t direct = std::min(bytes, payload_left_);
     into_ += direct;
     payload_left_ -= direct;

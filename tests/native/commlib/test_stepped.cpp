@@ -21,6 +21,7 @@ struct Plan {
   int rounds = 2;
   bool disagree = false;  // the last rank says another count in odd rounds of tensor 0
   bool broadcast = false;
+  bool abort = false;  // at some moment the job has failed, says one of the ranks
 };
 
 // One rank of the script: what it has submitted and what of it is over.
@@ -56,7 +57,12 @@ class Script {
   bool run() {
     auto loops = job_.loops();
     const std::size_t goal = ranks_.size() * plan_.counts.size() * static_cast<std::size_t>(plan_.rounds);
+    const int end = static_cast<int>(random_() % 4'000);
     for (int step = 0; step < 400'000 && finished_ < goal; ++step) {
+      if (plan_.abort && step == end) {
+        aborted_ = true;
+        job_.worker(random_() % job_.size()).abort(0, static_cast<int>(Cause::kUnknown));
+      }
       if (random_() % 8 == 0) {
         advance(random_() % ranks_.size(), random_() % plan_.counts.size());
       } else {
@@ -84,6 +90,11 @@ class Script {
       return;
     }
     if (rank.rounds_begun[tensor] == plan_.rounds) return;
+    if (worker.aborted()) {
+      ++rank.rounds_begun[tensor];
+      ++finished_;
+      return;
+    }
     const int round = ++rank.rounds_begun[tensor];
     std::uint64_t count = plan_.counts[tensor];
     if (disagrees(tensor, round) && index + 1 == ranks_.size()) count += round % 4 == 1 ? 1 : 50'000;
@@ -102,11 +113,20 @@ class Script {
       request.root = static_cast<std::uint32_t>(round) % job_.size();
     }
     REQUIRE(request.key->try_take());
-    REQUIRE(worker.submit(request, &rank.flights[tensor]) == Errc::kOk);
+    const Errc code = worker.submit(request, &rank.flights[tensor]);
+    REQUIRE((code == Errc::kOk || (aborted_ && code == Errc::kPeerLost)));
+    if (code == Errc::kOk) return;
+    request.key->give_back();
+    ++finished_;
   }
 
   void check(std::size_t index, std::size_t tensor, int round, const Operation& operation) {
     const Errc code = operation.completion.failure().code;
+    if (aborted_ && code == Errc::kPeerLost) {
+      // Nobody looks at its memory any more.
+      ranks_[index].buffers[tensor] = {};
+      return;
+    }
     if (code != (disagrees(tensor, round) ? Errc::kMismatch : Errc::kOk)) ++wrong_;
     if (code != Errc::kOk) return;
     const auto& buffer = ranks_[index].buffers[tensor];
@@ -130,6 +150,7 @@ class Script {
   std::vector<Rank> ranks_;
   std::size_t finished_ = 0;
   int wrong_ = 0;
+  bool aborted_ = false;
 };
 
 void explore(const Plan& plan, std::uint64_t seeds) {
@@ -179,6 +200,14 @@ TEST_CASE("whatever the order of steps, a disagreement reaches all, and only its
   explore({.job = hosts({1, 1}, 1), .counts = {30'000, 9, 20'000}, .rounds = 4, .disagree = true}, 25);
   explore({.job = hosts({2, 2}, 0), .counts = {30'000, 9, 20'000}, .rounds = 4, .disagree = true}, 25);
   explore({.job = hosts({2, 1}, 1), .counts = {9, 20'000}, .rounds = 4, .disagree = true}, 25);
+}
+
+TEST_CASE("whatever the order of steps, and whenever the job fails, all ends and nothing is touched afterwards") {
+  for (const LocalRoute route : {LocalRoute::kCma, LocalRoute::kStaged}) {
+    explore({.job = hosts({3}, 0, route), .counts = kMixed, .rounds = 3, .abort = true}, 60);
+    explore({.job = hosts({2, 2}, 0, route), .counts = kMixed, .rounds = 3, .abort = true}, 100);
+    explore({.job = hosts({2, 1}, 1, route), .counts = kMixed, .rounds = 3, .abort = true}, 100);
+  }
 }
 
 TEST_CASE("whatever the order of steps, broadcasts end and are right") {

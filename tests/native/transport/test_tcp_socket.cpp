@@ -248,4 +248,18 @@ TEST_CASE("tcp: two transports on two threads") {
   }
 }
 
+// A connection that is good, on which something bad was to be sent: the other side keeps sending, so no event ever tells.
+TEST_CASE("tcp: what a send has met is told though the other side goes on") {
+  RawPeers peers;
+  peers.run();
+  peers.send(100);
+  socket_calls.fail(EFAULT, 1);
+  peers.step();
+  CHECK(socket_calls.times <= 0);
+  peers.feed_frame(1, 10);
+  CHECK(peers.run_until([&] { return peers.sink.closed(1).times == 1; }));
+  CHECK(peers.is_closed(1, Errc::kPeerLost, EFAULT));
+  socket_calls.fail(0, 0);
+}
+
 }  // namespace commlib::test
