@@ -110,7 +110,7 @@ class Session:
         """Nobody has waited for it, but it may well be about to end; what is broken off ends the job for all ranks."""
         deadline = time.monotonic() + IN_FLIGHT_S
         while self.worker.aborted() is None and self.worker.waiting(0, 1) and time.monotonic() < deadline:
-            time.sleep(0.005)
+            time.sleep(0.005)  # the core wakes nobody for "all has ended"; once a job, IN_FLIGHT_S at most
 
     # --- What the worker asks
 
@@ -134,7 +134,7 @@ class Session:
             # The scheduler goes with the rank that has started it; whose end that was the core knows a moment later.
             deadline = time.monotonic() + BLAME_S
             while self.worker.aborted() is None and time.monotonic() < deadline:
-                time.sleep(0.005)
+                time.sleep(0.005)  # nor for this, and the job is lost anyway; BLAME_S at most
             if self.worker.aborted() is None:
                 raise
         raise self.failure(errors.Code.PEER_LOST, NOBODY, "", 0)
@@ -234,6 +234,8 @@ class Session:
             return answer.get(timeout=WHO_IS_LATE_S)
         except Empty:
             return None
+        finally:
+            self._late.pop((name, round_number), None)  # an answer that comes later is a warning
 
     def _mismatch(self, name: str, round_number: int) -> errors.MismatchError:
         with self._verdict_came:

@@ -159,7 +159,7 @@ class _Search:
             if welcome is not None:
                 return Joined(self.context, line, welcome)
             line.close()
-            time.sleep(RETRY_S)
+            time.sleep(RETRY_S)  # nothing tells when the previous job has gone; the deadline is looked at in _wait
 
     # --- Finding it
 
