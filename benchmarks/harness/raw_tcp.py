@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What plain sockets can do: hosts, connected each with each, that send each other given numbers of bytes all at once.
+
+No byte waits for another one, and what arrives is dropped: no exchange of that many bytes can be faster on these links.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+
+PORT = 7077  # on hosts of a lab, where nobody else is
+_CHUNK = 1 << 20
+_AT_ONCE = 64 << 10  # to each peer; that much fits into the buffers of the connections
+_CONNECT_S = 60.0
+_GO, _DONE = b"g", b"d"
+
+
+def two_hop_traffic(hosts: int, servers: int, size: float) -> list[list[float]]:
+    """Bytes that host i sends to host j, which are those that it gets from it, when `hosts` hosts sum `size` bytes.
+
+    Each of the hosts owns a part, and so does each of the `servers` that follow: all send it to its owner, and get the
+    sum back from there.
+    """
+    weights = hosts * hosts + servers * hosts - 2 * servers
+    of_host, of_server = (hosts - servers) / weights * size, 2 * (hosts - 1) / weights * size
+    everybody = hosts + servers
+
+    def between(one: int, other: int) -> float:
+        if one == other or min(one, other) >= hosts:
+            return 0.0
+        return 2 * of_host if max(one, other) < hosts else of_server
+
+    return [[between(one, other) for other in range(everybody)] for one in range(everybody)]
+
+
+def least_seconds(hosts: int, servers: int, size: int, bytes_per_s: float) -> float:
+    """The least time in which `hosts` hosts and `servers` servers can sum, where a link carries that much each way."""
+    n, k = hosts, servers
+    return 2 * n * (n - 1) * size / ((n * n + k * n - 2 * k) * bytes_per_s)
+
+
+class Mesh:
+    """One host's connections to all others. Making one blocks until all others do the same."""
+
+    def __init__(self, index: int, addresses: Sequence[str]) -> None:
+        self.index = index
+        self._peers: dict[int, socket.socket] = {}
+        self._outgoing = memoryview(bytes(_CHUNK))
+        self._incoming = memoryview(bytearray(_CHUNK))
+        deadline = time.monotonic() + _CONNECT_S
+        with socket.create_server((addresses[index], PORT), backlog=len(addresses)) as listener:
+            for other in range(index):
+                self._peers[other] = _connect(addresses[other], index, deadline)
+            for _ in range(index + 1, len(addresses)):
+                listener.settimeout(max(0.0, deadline - time.monotonic()))
+                peer, _ = listener.accept()
+                peer.settimeout(None)
+                self._peers[_take(peer)] = peer
+        for peer in self._peers.values():
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def exchange(self, traffic: Sequence[float], told: Sequence[int] = ()) -> None:
+        """Send `traffic[j]` bytes to host j and get as many from it, for all j. Blocks until all are there.
+
+        The hosts in `told` are those that `serve`: they are told to do their part, and waited for.
+        """
+        for other in told:
+            self._peers[other].sendall(_GO)
+        amounts = {other: round(traffic[other]) for other in self._peers if round(traffic[other]) > 0}
+        if max(amounts.values(), default=0) <= _AT_ONCE:
+            self._at_once(amounts)
+        else:
+            self._as_they_can(amounts)
+        for other in told:
+            _take(self._peers[other])
+
+    def serve(self, traffic: Sequence[float], teller: int) -> None:
+        """Do this host's part of an exchange whenever host `teller` says so, until it closes the connection."""
+        while self._peers[teller].recv(1) == _GO:
+            self.exchange(traffic)
+            self._peers[teller].sendall(_DONE)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for peer in self._peers.values():
+            peer.close()
+
+    def _at_once(self, amounts: dict[int, int]) -> None:
+        for other, amount in amounts.items():
+            self._peers[other].sendall(self._outgoing[:amount])
+        for other, amount in amounts.items():
+            left = amount
+            while left:
+                left -= _some(self._peers[other].recv_into(self._incoming[:left]))
+
+    def _as_they_can(self, amounts: dict[int, int]) -> None:
+        to_send, to_get = dict(amounts), dict(amounts)
+        with selectors.EpollSelector() as selector:
+            for other in amounts:
+                selector.register(self._peers[other], selectors.EVENT_READ | selectors.EVENT_WRITE, other)
+            while selector.get_map():
+                for key, events in selector.select():
+                    other, peer = key.data, self._peers[key.data]
+                    if events & selectors.EVENT_READ:
+                        part = self._incoming[: to_get[other]]
+                        to_get[other] -= _some(peer.recv_into(part, 0, socket.MSG_DONTWAIT))
+                    if events & selectors.EVENT_WRITE:
+                        part = self._outgoing[: to_send[other]]
+                        to_send[other] -= peer.send(part, socket.MSG_DONTWAIT)
+                    left = (to_get[other] > 0) * selectors.EVENT_READ | (to_send[other] > 0) * selectors.EVENT_WRITE
+                    if left == 0:
+                        selector.unregister(peer)
+                    elif left != key.events:
+                        selector.modify(peer, left, other)
+
+
+def _connect(address: str, index: int, deadline: float) -> socket.socket:
+    """A connection to a host that may not listen yet."""
+    while True:
+        try:
+            peer = socket.create_connection((address, PORT), timeout=max(0.1, deadline - time.monotonic()))
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+            continue
+        peer.settimeout(None)
+        peer.sendall(bytes([index]))
+        return peer
+
+
+def _take(peer: socket.socket) -> int:
+    """The next byte."""
+    byte = peer.recv(1)
+    _some(len(byte))
+    return byte[0]
+
+
+def _some(count: int) -> int:
+    if count == 0:
+        raise ConnectionError("a host has closed its connection")
+    return count
