@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+BENCHMARK_ARGS ?=
 
 MAKEFLAGS += --no-print-directory
 SHELL := /bin/bash
@@ -27,7 +28,8 @@ SHELL_SCRIPTS := .ci/run tests/lab/netlab tools/system_packages
 
 help: ## What can be made
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
-	@echo '  PYTHON=python3.12 chooses a Python, PYTEST_ARGS="-k name" tests, BENCH_ARGS="-n 4" what is measured'
+	@echo '  PYTHON=python3.12 chooses a Python, PYTEST_ARGS="-k name" tests, BENCH_ARGS="-n 4" what is measured,'
+	@echo '  BENCHMARK_ARGS=--quick less of it'
 
 demo: $(VENV)/.demo ## Train a small network in two processes
 	$(IN_VENV) commlib run -n 2 -- python examples/torch_digits.py
@@ -58,8 +60,16 @@ wheel: $(VENV)/.lint ## Source distribution and wheel, in dist/
 	rm -rf dist
 	PIP_CONSTRAINT="$(CURDIR)/constraints.txt" LDFLAGS="$(LDFLAGS) -Wl,--strip-debug" $(BIN)/python -m build --outdir dist
 
-bench: $(VENV)/.core ## Latency and bandwidth on this machine
+# Some minutes; between hosts only for root, who alone can make them.
+bench: $(VENV)/.bench ## Measure it on this machine beside others, into benchmarks/results/
 	$(IN_VENV) commlib bench $(BENCH_ARGS)
+	@mkdir -p benchmarks/results; failed=0; export $(IN_VENV); \
+	for name in local many_tensors scaling network idle; do \
+	  [ $$name != network ] || [ "$$(id -u)" -eq 0 ] || { echo 'not measured between hosts: that needs root'; continue; }; \
+	  echo; echo "python benchmarks/$$name.py $(BENCHMARK_ARGS)"; \
+	  python benchmarks/$$name.py $(BENCHMARK_ARGS) \
+	    --json benchmarks/results/$$name.json --png benchmarks/results/$$name.png || failed=1; \
+	done; exit $$failed
 
 soak: $(VENV)/.test ## The tests that run for minutes
 	@tools/system_packages
@@ -94,6 +104,10 @@ endif
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/.core
 	$(PIP) numpy torch scikit-learn
+	@touch $@
+
+$(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/.core
+	$(PIP) --no-build-isolation --editable '.[bench]'
 	@touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.core
