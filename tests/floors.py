@@ -182,7 +182,7 @@ def imports(root: Path) -> Iterator[str]:
 
 def spdx(root: Path) -> Iterator[str]:
     """Every source file names its licence at its head."""
-    for folder in ("src", "commlib", "tests", "examples", "docs", "tools"):
+    for folder in ("src", "commlib", "tests", "examples", "benchmarks", "docs", "tools"):
         for path in _files(root / folder, SOURCE_SUFFIXES):
             with open(path) as file:
                 head = [file.readline() for _ in range(3)]

@@ -46,7 +46,9 @@ def test_source_distribution_has_what_a_build_and_its_tests_need(dist: Path) -> 
     (archive,) = dist.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
-    tracked = execute("git", "-C", REPOSITORY, "ls-files", "src", "commlib", "tests", "docs", "examples").split()
+    tracked = execute(
+        "git", "-C", REPOSITORY, "ls-files", "src", "commlib", "tests", "docs", "examples", "benchmarks"
+    ).split()
     assert [name for name in tracked if name not in names] == []
     assert {"LICENSE", "Makefile", "constraints.txt", "pyproject.toml", "setup.py", "tools/system_packages"} <= names
     assert not [name for name in names if name.endswith((".so", ".o"))]
