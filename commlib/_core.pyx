@@ -64,8 +64,12 @@ cdef int kBroadcast = 1
 cdef int kBarrier = 2
 cdef int kUnnamed = 1024
 cdef uint64_t kMaxBytes = <uint64_t>1 << 47
+cdef uint64_t kBriefBytes = 16384
 # Ctrl-C is seen between waits of this length.
 cdef int kSliceMs = 100
+
+
+NO_BOOL_AVERAGE = "bool has no average; use op=Sum or Max (or), Product or Min (and)"
 
 
 def dtype_number(dtype) -> int:
@@ -109,7 +113,9 @@ cdef class Buffer:
     cdef uint64_t count
     cdef int dtype
     cdef tuple shape
-    cdef object keep  # a DLPack capsule, or what the caller says keeps the memory alive
+    cdef object owner  # whose memory it is, or what the caller says keeps it alive
+    cdef object capsule  # of DLPack
+    cdef Buffer target  # of the operation whose source this is: held for as long
 
     def __dealloc__(self):
         if self.has_view:
@@ -121,6 +127,7 @@ cdef class Buffer:
     @staticmethod
     cdef Buffer of(object tensor, bint writable):
         cdef Buffer self = Buffer.__new__(Buffer)
+        self.owner = tensor
         if PyObject_CheckBuffer(tensor):
             self.take_buffer(tensor, writable)
         elif hasattr(tensor, "__dlpack__"):
@@ -133,7 +140,7 @@ cdef class Buffer:
         return self
 
     @staticmethod
-    cdef Buffer at(uintptr_t address, uint64_t count, int dtype, object keep):
+    cdef Buffer at(uintptr_t address, uint64_t count, int dtype, object owner):
         cdef Buffer self = Buffer.__new__(Buffer)
         if address == 0 and count != 0:
             raise ValueError("the address of the buffer is 0")
@@ -143,7 +150,7 @@ cdef class Buffer:
         self.count = count
         self.dtype = dtype
         self.shape = (count,)
-        self.keep = keep
+        self.owner = owner
         return self
 
     cdef int take_buffer(self, object tensor, bint writable) except -1:
@@ -198,7 +205,7 @@ cdef class Buffer:
         if not PyCapsule_IsValid(capsule, "dltensor"):
             raise errors.UnsupportedError(f"the {type(tensor).__name__} gave no DLPack capsule that commlib can read")
         # The capsule is not consumed: its own destructor gives the memory back when this object goes.
-        self.keep = capsule
+        self.capsule = capsule
         cdef DLTensor* dl = <DLTensor*>PyCapsule_GetPointer(capsule, "dltensor")
         self.dtype = dtype_of_dlpack(dl.code, dl.bits, dl.lanes)
         if self.dtype < 0:
@@ -263,6 +270,7 @@ cdef class Key:
     """A name: the core's record, and what was last said of it, so that it is said again without work."""
 
     cdef str name
+    cdef bint is_named
     cdef shared_ptr[CppKeyRecord] record
     cdef shared_ptr[CppOperation] last
     cdef int collective, op, dtype, root
@@ -302,13 +310,20 @@ cdef class Handle:
     cdef Worker worker
     cdef object result
     cdef Key key
-    cdef bint synchronous
+    cdef bint driving  # the thread that is about to wait carries it out
 
     def __dealloc__(self):
-        # Not waited for to the end, by a thread that was interrupted: the loop takes over.
-        if self.synchronous and self.operation.get() != NULL and self.worker is not None and self.worker.core != NULL:
-            if not self.worker.core.is_forked():
-                self.worker.core.hand_over(self.operation.get()[0])
+        # Nobody will wait for it or look at it any more: the loop takes over.
+        if self.operation.get() != NULL and self.worker is not None and self.worker.core != NULL:
+            self.leave()
+
+    cdef void leave(self) noexcept:
+        """What nobody but this handle's user carries out goes to the loop."""
+        cdef CppWorker* core = self.worker.core
+        if not self.operation.get().completion.done() and not core.is_forked():
+            if self.driving or core.take(self.operation.get()[0]):
+                self.driving = False
+                core.hand_over(self.operation.get()[0])
 
     @property
     def name(self) -> str:
@@ -317,7 +332,7 @@ cdef class Handle:
 
     def done(self) -> bool:
         """True when the operation has ended, with a result or with an error. Does not block."""
-        return self.operation.get().completion.done()
+        return self.worker.core.poll(self.operation.get()[0])
 
     def wait(self, timeout=None):
         """Block until the operation has ended and return its result: the array that was given, or the new one.
@@ -326,15 +341,10 @@ cdef class Handle:
         0.1 s. Raises what the operation failed with, or OperationTimeout, which names who is late: the operation then
         stays in flight, holds its buffers, and may be waited for again.
         """
-        if not self.operation.get().completion.done():
-            timeout = self.worker.default_timeout if timeout is None else float(timeout)
-            if timeout != timeout:
-                raise ValueError("timeout is not a number; expected seconds")
-            self.block(timeout)
+        if not self.worker.core.poll(self.operation.get()[0]):
+            self.block(self.worker.checked_timeout(timeout))
         self.worker.reap()
-        cdef CppFailure failure = self.operation.get().completion.failure()
-        if failure.code != Errc.kOk:
-            raise self.worker.session.failure(<int>failure.code, failure.member, self.name, self.operation.get().round)
+        self.worker.check_outcome(self.operation.get(), self.key)
         return self.result
 
     cdef int block(self, double timeout) except -1:
@@ -342,18 +352,24 @@ cdef class Handle:
         cdef double left = timeout
         cdef int slice_ms
         cdef bint done = False
+        cdef CppWorker* core = self.worker.core
+        # This thread; another one may wait, too.
+        cdef bint driving = self.driving or (not core.is_forked() and core.take(self.operation.get()[0]))
+        self.driving = False
         try:
             while True:
                 if deadline < 0 and left * 1000 <= kSliceMs:
                     deadline = time.monotonic() + left
                 slice_ms = kSliceMs if left * 1000 > kSliceMs else max(<int>(left * 1000), 0)
                 with nogil:
-                    done = self.worker.core.wait(self.operation.get()[0], slice_ms)
+                    if driving:
+                        done = core.drive(self.operation.get()[0], slice_ms)
+                    else:
+                        done = core.wait(self.operation.get()[0], slice_ms)
                 if done:
-                    self.synchronous = False
                     return 0
                 PyErr_CheckSignals()
-                if self.worker.core.is_forked():
+                if core.is_forked():
                     raise self.worker.session.refusal(<int>Errc.kNotInitialized, None)
                 if deadline < 0:
                     deadline = time.monotonic() + left - kSliceMs / 1000.0
@@ -361,9 +377,8 @@ cdef class Handle:
                 if left <= 0:
                     raise self.worker.session.timed_out(self, self.name, self.operation.get().round, timeout)
         finally:
-            if self.synchronous and not self.worker.core.is_forked():
-                self.synchronous = False
-                self.worker.core.hand_over(self.operation.get()[0])
+            if driving and not done and not core.is_forked():
+                core.hand_over(self.operation.get()[0])
 
     def exception(self):
         """What the operation failed with, None if it succeeded. Raises OperationTimeout if it has not ended yet."""
@@ -382,6 +397,7 @@ cdef class Handle:
 
     def subscribe(self, CompletionQueue queue, uint64_t token):
         """Have `token` put into `queue` when the operation ends."""
+        self.leave()
         self.operation.get().completion.subscribe(queue.queue, token)
 
 
@@ -433,6 +449,7 @@ cdef class Worker:
 
     cdef CppWorker* core
     cdef dict keys
+    cdef list unnamed_keys  # Key or None, by collective and number
     cdef readonly object session
     cdef double default_timeout
     cdef uint64_t[3] unnamed
@@ -441,6 +458,7 @@ cdef class Worker:
 
     def __cinit__(self, session, wiring, *, double default_timeout, int route, int log_level):
         self.keys = {}
+        self.unnamed_keys = [None] * (3 * kUnnamed)
         self.session = session
         self.default_timeout = default_timeout
         self.size = wiring.size
@@ -475,61 +493,124 @@ cdef class Worker:
 
     # Operations ------------------------------------------------------------------------------------------------------
 
-    def push_pull(self, tensor, name, op, out, bint in_place, int priority, bint synchronous, str compression=""):
+    def push_pull(self, tensor, name, op, out, bint in_place, int priority, str compression=""):
         """Check, submit, and return the Handle."""
-        cdef Buffer source = Buffer.of(tensor, in_place)
-        cdef Buffer target = source
-        cdef object result = tensor
         cdef int which = op_number(op)
-        if source.dtype == 0 and which == kAverage:
-            raise errors.UnsupportedError("bool has no average; use op=Sum or Max (or), Product or Min (and)")
-        if not in_place:
-            result = self.session.empty_for(tensor, source.shape, DTYPE_NAMES[source.dtype]) if out is None else out
-            if result is not tensor:
-                target = Buffer.of(result, True)
-                check_target(source, target)
-        return self.submit(source, target, result, name, kReduce, which, 0, priority, synchronous, compression)
+        cdef Buffer source = self.prepared(tensor, which, out, in_place)
+        return self.begin(source, self.result_of(source, tensor), name, kReduce, which, 0, priority, compression)
+
+    def push_pull_now(self, tensor, name, op, out, bint in_place, int priority, timeout):
+        """The same, carried out by the calling thread to its end; returns the result."""
+        cdef int which = op_number(op)
+        cdef Buffer source = self.prepared(tensor, which, out, in_place)
+        return self.carry_out(source, self.result_of(source, tensor), name, kReduce, which, 0, priority, timeout)
 
     def push_pull_ptr(self, uintptr_t ptr, uint64_t count, dtype, out_ptr, name, op, int priority, owner,
                       shape=None, str compression=""):
         cdef int number = dtype_number(dtype)
         cdef int which = op_number(op)
         if number == 0 and which == kAverage:
-            raise errors.UnsupportedError("bool has no average; use op=Sum or Max (or), Product or Min (and)")
+            raise errors.UnsupportedError(NO_BOOL_AVERAGE)
         cdef Buffer source = Buffer.at(ptr, count, number, owner)
-        cdef Buffer target = source if out_ptr is None else Buffer.at(<uintptr_t>out_ptr, count, number, owner)
+        if out_ptr is not None:
+            source.target = Buffer.at(<uintptr_t>out_ptr, count, number, owner)
+            check_target(source, source.target)
         if shape is not None:
-            source.shape = target.shape = tuple(shape)
-        check_target(source, target)
-        return self.submit(source, target, owner, name, kReduce, which, 0, priority, False, compression)
+            source.shape = tuple(shape)
+        return self.begin(source, owner, name, kReduce, which, 0, priority, compression)
 
-    def broadcast(self, tensor, int root, name, int priority, bint synchronous):
-        """In place; only the root's buffer may be read-only."""
-        if not 0 <= root < self.size:
-            raise ValueError(f"root_rank is {root}, but ranks go from 0 to {self.size - 1}")
+    def broadcast(self, tensor, int root, name, int priority, timeout):
+        """In place, to its end; only the root's buffer may be read-only."""
+        self.check_root(root)
         cdef Buffer buffer = Buffer.of(tensor, root != self.session.rank)
-        return self.submit(buffer, buffer, tensor, name, kBroadcast, kSum, root, priority, synchronous, "")
+        return self.carry_out(buffer, tensor, name, kBroadcast, kSum, root, priority, timeout)
 
     def broadcast_ptr(self, uintptr_t ptr, uint64_t count, dtype, int root, name, int priority, owner, shape=None):
-        if not 0 <= root < self.size:
-            raise ValueError(f"root_rank is {root}, but ranks go from 0 to {self.size - 1}")
+        self.check_root(root)
         cdef Buffer buffer = Buffer.at(ptr, count, dtype_number(dtype), owner)
         if shape is not None:
             buffer.shape = tuple(shape)
-        return self.submit(buffer, buffer, owner, name, kBroadcast, kSum, root, priority, False, "")
+        return self.begin(buffer, owner, name, kBroadcast, kSum, root, priority, "")
 
-    def barrier(self):
-        cdef Buffer nothing = Buffer.at(0, 0, kUint8, None)
-        return self.submit(nothing, nothing, None, None, kBarrier, kSum, 0, 0, True, "")
+    def barrier(self, timeout):
+        self.carry_out(Buffer.at(0, 0, kUint8, None), None, None, kBarrier, kSum, 0, 0, timeout)
 
-    cdef Handle submit(self, Buffer source, Buffer target, object result, name, int collective, int op, int root,
-                       int priority, bint synchronous, str compression):
+    cdef int check_root(self, int root) except -1:
+        if not 0 <= root < self.size:
+            raise ValueError(f"root_rank is {root}, but ranks go from 0 to {self.size - 1}")
+        return 0
+
+    cdef Buffer prepared(self, object tensor, int op, object out, bint in_place):
+        """The source of a push_pull, with its target if that is another buffer."""
+        in_place = in_place or out is tensor
+        cdef Buffer source = Buffer.of(tensor, in_place)
+        if source.dtype == 0 and op == kAverage:
+            raise errors.UnsupportedError(NO_BOOL_AVERAGE)
+        if not in_place:
+            if out is None:
+                out = self.session.empty_for(tensor, source.shape, DTYPE_NAMES[source.dtype])
+            source.target = Buffer.of(out, True)
+            check_target(source, source.target)
+        return source
+
+    cdef object result_of(self, Buffer source, object tensor):
+        return tensor if source.target is None else source.target.owner
+
+    cdef object carry_out(self, Buffer source, object result, name, int collective, int op, int root, int priority,
+                          timeout):
+        """Submit, and drive it to its end in this thread where that is possible."""
+        cdef shared_ptr[CppOperation] operation
+        cdef bint done
+        cdef Key key = self.submit(source, name, collective, op, root, priority, "", Driver.kCaller, &operation)
+        cdef CppOperation* running = operation.get()
+        cdef bint driving = running.caller_slot != 0
+        cdef bint is_patient = timeout is None and self.default_timeout * 1000 > kSliceMs
+        # Most end before the first look at the clock, and need no handle.
+        done = running.completion.done()
+        if not done and is_patient:
+            with nogil:
+                done = self.core.drive(running[0], kSliceMs) if driving else self.core.wait(running[0], kSliceMs)
+        if not done:
+            return self.handle_of(operation, key, result, driving).wait(timeout)
         self.reap()
-        cdef Key key = None
+        self.check_outcome(running, key)
+        return result
+
+    cdef Handle begin(self, Buffer source, object result, name, int collective, int op, int root, int priority,
+                      str compression):
+        cdef shared_ptr[CppOperation] operation
+        self.reap()
+        cdef Key key = self.submit(source, name, collective, op, root, priority, compression, Driver.kLater, &operation)
+        return self.handle_of(operation, key, result, False)
+
+    cdef Handle handle_of(self, const shared_ptr[CppOperation]& operation, Key key, object result, bint driving):
         cdef Handle handle = Handle.__new__(Handle)
-        cdef tuple custody = (source, target, result)
+        handle.operation = operation
+        handle.worker = self
+        handle.result = result
+        handle.key = key
+        handle.driving = driving
+        return handle
+
+    cdef double checked_timeout(self, timeout) except? -1:
+        cdef double seconds = self.default_timeout if timeout is None else float(timeout)
+        if seconds != seconds:
+            raise ValueError("timeout is not a number; expected seconds")
+        return seconds
+
+    cdef int check_outcome(self, CppOperation* operation, Key key) except -1:
+        """Raise what a finished operation has failed with."""
+        cdef CppFailure failure = operation.completion.failure()
+        if failure.code != Errc.kOk:
+            raise self.session.failure(<int>failure.code, failure.member, key.name, operation.round)
+        return 0
+
+    cdef Key submit(self, Buffer source, name, int collective, int op, int root, int priority, str compression,
+                    Driver driver, shared_ptr[CppOperation]* operation):
+        cdef Key key = None
         cdef Request request
         cdef Errc code = Errc.kInternal
+        cdef Buffer target = source if source.target is None else source.target
         try:
             key = self.take_key(name, collective, source.nbytes())
             request.hash = key.agree(self.session, collective, op, source.dtype, root, source.shape, compression)
@@ -542,14 +623,17 @@ cdef class Worker:
             request.input = source.data
             request.output = target.data
             request.count = source.count
-            request.custody = <void*>custody
-            request.synchronous = synchronous
+            request.custody = <void*>source
+            request.driver = driver
             # The core's reference, given back by reap().
-            Py_INCREF(custody)
-            with nogil:
-                code = self.core.submit(request, &handle.operation)
+            Py_INCREF(source)
+            if source.nbytes() <= kBriefBytes:  # sooner over than the GIL given and taken
+                code = self.core.submit(request, operation)
+            else:
+                with nogil:
+                    code = self.core.submit(request, operation)
             if code != Errc.kOk:
-                Py_DECREF(custody)
+                Py_DECREF(source)
                 raise self.session.refusal(<int>code, name)
         finally:
             if code != Errc.kOk:
@@ -557,39 +641,24 @@ cdef class Worker:
                     key.record.get().give_back()
                 if name is None:
                     self.unnamed[collective] -= 1  # it has not taken part
-        key.last = handle.operation
-        handle.worker = self
-        handle.result = result
-        handle.key = key
-        handle.synchronous = synchronous
-        return handle
+        key.last = operation[0]
+        return key
 
     cdef Key take_key(self, name, int collective, uint64_t nbytes):
         """The key, taken, with rows enough."""
-        cdef Key key
-        cdef bint is_named = name is not None
-        cdef uint64_t number = 0
-        if not is_named:
-            number = self.unnamed[collective] % kUnnamed
-            self.unnamed[collective] += 1
-            name = f"\0{COLLECTIVE_NAMES[collective]}.{number}"
-        key = self.keys.get(name)
-        if key is None:
-            if is_named:
-                name = self.session.checked_name(name)
-                place = self.session.declare(name, nbytes)
-            else:
-                place = self.session.unnamed_key(COLLECTIVE_NAMES[collective], number)
-            key = self.add_key(name, place[0], place[1], place[2])
-        elif is_named and key.name.startswith("\0"):
-            self.session.checked_name(name)  # refuses it: an unnamed operation has this key
-        while not key.record.get().try_take():
-            if is_named:
+        cdef Key key = self.unnamed_key(collective) if name is None else self.named_key(name, nbytes)
+        cdef bint is_taken = key.record.get().try_take()
+        if not is_taken and key.last.get() != NULL:
+            self.core.poll(key.last.get()[0])  # it may be over, and nobody has looked
+            is_taken = key.record.get().try_take()
+        while not is_taken:
+            if key.is_named:
                 raise errors.DuplicateNameError(
                     f'"{name}" is in flight already: wait for it first, or give each tensor a name of its own'
                 )
             # The same key, 1,024 operations ago; all ranks are here in the same order, so it will end.
             self.join(key)
+            is_taken = key.record.get().try_take()
         try:
             if key.record.get().rows() < (nbytes + self.partition_bytes - 1) // self.partition_bytes:
                 place = self.session.declare(key.name, nbytes)
@@ -599,17 +668,43 @@ cdef class Worker:
             raise
         return key
 
+    cdef Key named_key(self, name, uint64_t nbytes):
+        cdef Key key = self.keys.get(name)
+        if key is None:
+            name = self.session.checked_name(name)
+            place = self.session.declare(name, nbytes)
+            key = self.add_key(name, place[0], place[1], place[2])
+        elif not key.is_named:
+            self.session.checked_name(name)  # refuses it: an unnamed operation has this key
+        return key
+
+    cdef Key unnamed_key(self, int collective):
+        """The next of the recycled keys of this kind of operation."""
+        cdef uint64_t number = self.unnamed[collective] % kUnnamed
+        cdef Py_ssize_t index = collective * kUnnamed + <Py_ssize_t>number
+        self.unnamed[collective] += 1
+        cdef Key key = self.unnamed_keys[index]
+        if key is None:
+            place = self.session.unnamed_key(COLLECTIVE_NAMES[collective], number)
+            key = self.add_key(f"\0{COLLECTIVE_NAMES[collective]}.{number}", place[0], place[1], place[2])
+            self.unnamed_keys[index] = key
+        return key
+
     cdef int join(self, Key key) except -1:
         cdef shared_ptr[CppOperation] last = key.last
+        if last.get() != NULL and self.core.take(last.get()[0]):
+            self.core.hand_over(last.get()[0])
         while last.get() != NULL and not last.get().completion.done():
             with nogil:
                 last.get().completion.wait(kSliceMs)
             PyErr_CheckSignals()
+        time.sleep(0)  # another thread may have the key and be about to submit
         return 0
 
     cdef Key add_key(self, str name, uint64_t declared_key, uint64_t cursor, extents):
         cdef Key key = Key.__new__(Key)
         key.name = name
+        key.is_named = not name.startswith("\0")
         key.record = make_shared[CppKeyRecord]()
         key.record.get().name = name.encode()
         self.set_extents(key, declared_key, cursor, extents)
@@ -707,6 +802,11 @@ cdef class Worker:
     def owner_bytes(self) -> tuple:
         """(received, sent) by this process as an owner of bytes; after shutdown."""
         return self.core.owner_received_bytes(), self.core.owner_sent_bytes()
+
+    def settle(self):
+        """What nobody has looked at yet goes to the loop, and is over soon if it can be."""
+        with nogil:
+            self.core.settle()
 
     def shutdown(self, double timeout):
         cdef int timeout_ms = <int>(timeout * 1000)

@@ -47,6 +47,11 @@ cdef extern from "commlib/commlib.hpp" namespace "commlib" nogil:
     cdef enum class LocalRoute(unsigned char):
         pass
 
+    cdef enum class Driver(unsigned char):
+        kLoop
+        kCaller
+        kLater
+
     cdef cppclass CppFailure "commlib::Failure":
         Errc code
         uint32_t member
@@ -82,6 +87,7 @@ cdef extern from "commlib/commlib.hpp" namespace "commlib" nogil:
         CppCompletion completion
         uint64_t round
         void* custody
+        uint32_t caller_slot
 
     cdef cppclass CppWaiting "commlib::TaskTable::Waiting":
         string name
@@ -132,7 +138,7 @@ cdef extern from "commlib/commlib.hpp" namespace "commlib" nogil:
         void* output
         uint64_t count
         void* custody
-        bool synchronous
+        Driver driver
 
     cdef cppclass CppWorker "commlib::Worker":
         CppWorker(WorkerOptions options) except +translate
@@ -141,8 +147,12 @@ cdef extern from "commlib/commlib.hpp" namespace "commlib" nogil:
         size_t table_bytes(uint32_t local_size) noexcept
 
         Errc submit(const Request& request, shared_ptr[CppOperation]* operation) except +translate
-        bool wait(CppOperation& operation, int timeout_ms) except +translate
-        void hand_over(CppOperation& operation) except +translate
+        bool poll(CppOperation& operation) noexcept
+        bool take(CppOperation& operation) noexcept
+        bool drive(CppOperation& operation, int timeout_ms) noexcept
+        bool wait(CppOperation& operation, int timeout_ms) noexcept
+        void hand_over(CppOperation& operation) noexcept
+        void settle() except +translate
         shared_ptr[CppOperation] reap() noexcept
         void* allocate(size_t bytes) noexcept
         void free(void* memory) noexcept

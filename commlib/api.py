@@ -197,14 +197,14 @@ def push_pull(
     PeerLostError when a member is lost, OperationTimeout (the operation stays in flight), UnsupportedError for a
     dtype, layout or device that cannot be moved, NotInitializedError.
     """
-    return session().worker.push_pull(tensor, name, op, out, False, priority, True).wait(timeout)
+    return session().worker.push_pull_now(tensor, name, op, out, False, priority, timeout)
 
 
 def push_pull_(
     tensor: T, *, name: str | None = None, op: int = Average, priority: int = 0, timeout: float | None = None
 ) -> T:
     """As :func:`push_pull`, in place: `tensor`, which must be writable, gets the result and is returned."""
-    result: T = session().worker.push_pull(tensor, name, op, None, True, priority, True).wait(timeout)
+    result: T = session().worker.push_pull_now(tensor, name, op, None, True, priority, timeout)
     return result
 
 
@@ -215,12 +215,12 @@ def push_pull_async(
 
     Blocks only for the first use of a name (one round trip to the scheduler; it does not wait for other ranks).
     """
-    return session().worker.push_pull(tensor, name, op, out, False, priority, False)
+    return session().worker.push_pull(tensor, name, op, out, False, priority)
 
 
 def push_pull_async_(tensor: Any, *, name: str | None = None, op: int = Average, priority: int = 0) -> Handle:
     """As :func:`push_pull_async`, in place: the handle's result is `tensor`."""
-    return session().worker.push_pull(tensor, name, op, None, True, priority, False)
+    return session().worker.push_pull(tensor, name, op, None, True, priority)
 
 
 def push_pull_ptr(
@@ -279,7 +279,7 @@ def broadcast(tensor: Any, root_rank: int, *, name: str | None = None) -> npt.ND
 
 def broadcast_(tensor: T, root_rank: int, *, name: str | None = None, timeout: float | None = None) -> T:
     """As :func:`broadcast`, in place: `tensor` is overwritten on all ranks but the root, where it may be read-only."""
-    result: T = session().worker.broadcast(tensor, root_rank, name, 0, True).wait(timeout)
+    result: T = session().worker.broadcast(tensor, root_rank, name, 0, timeout)
     return result
 
 
@@ -312,7 +312,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, *, name: str | None = None) -
 
 def barrier(timeout: float | None = None) -> None:
     """Block until all ranks are here. `timeout` in seconds, then OperationTimeout. MPI_Barrier's semantics."""
-    session().worker.barrier().wait(timeout)
+    session().worker.barrier(timeout)
 
 
 def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> npt.NDArray[Any]:

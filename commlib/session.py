@@ -109,6 +109,7 @@ class Session:
     def _wait_for_what_is_in_flight(self) -> None:
         """Nobody has waited for it, but it may well be about to end; what is broken off ends the job for all ranks."""
         deadline = time.monotonic() + IN_FLIGHT_S
+        self.worker.settle()
         while self.worker.aborted() is None and self.worker.waiting(0, 1) and time.monotonic() < deadline:
             time.sleep(0.005)  # the core wakes nobody for "all has ended"; once a job, IN_FLIGHT_S at most
 

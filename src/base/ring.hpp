@@ -59,11 +59,12 @@ class SpscRing {
 template <class T>
 class Inbox {
  public:
-  // May throw std::bad_alloc, and has then taken nothing.
-  void push(T value) {
+  // True if it was empty: who drains it has to be woken only then. May throw std::bad_alloc, and has then taken nothing.
+  bool push(T value) {
     const std::lock_guard lock(mutex_);
     waiting_.push_back(std::move(value));
     has_any_.store(true, std::memory_order_release);  // is_empty is asked without the lock
+    return waiting_.size() == 1;
   }
 
   // Replaces what is in `*out` by what has come in. The two vectors are exchanged, so a vector that is used again and

@@ -49,6 +49,13 @@ struct WorkerOptions {
   bool threads = true;  // false: nothing runs but in step_local and step_network, for tests
 };
 
+// Who carries an operation out.
+enum class Driver : std::uint8_t {
+  kLoop,    // the local loop
+  kCaller,  // the calling thread, which calls `drive` at once; where it can, else the loop (see Operation::caller_slot)
+  kLater,   // what is small, whoever calls `poll` or `take` one day; else the loop
+};
+
 struct Request {
   std::shared_ptr<KeyRecord> key;  // taken (KeyRecord::try_take) by the caller
   std::uint64_t hash = 0;
@@ -60,8 +67,8 @@ struct Request {
   const void* input = nullptr;
   void* output = nullptr;  // the input's address, or overlapping it nowhere
   std::uint64_t count = 0;
-  void* custody = nullptr;   // given back by reap()
-  bool synchronous = false;  // the caller will wait() at once and do the work itself where it can
+  void* custody = nullptr;  // given back by reap()
+  Driver driver = Driver::kLoop;
 };
 
 // For an `except +` translator: the code of the exception being handled (kInternal for any but Error) and its text.
@@ -80,11 +87,19 @@ class Worker {
   // kPeerLost, kShutDown, kUnsupported, kNotInitialized (in a forked child), kInternal (the key has too few rows): nothing
   // has happened, and the key is still taken.
   [[nodiscard]] Errc submit(const Request& request, std::shared_ptr<Operation>* operation);
-  // Waits at most `timeout_ms` (−1: for ever), carrying the operation out if it was submitted synchronously; true if it is
-  // done. One thread at a time for a synchronous one.
-  bool wait(Operation& operation, int timeout_ms);
-  // A synchronous operation will not be waited for after all (for now): the local loop carries it out.
-  void hand_over(Operation& operation);
+  // Is it done? Looks, if it is one that is looked at later and nobody else is looking.
+  [[nodiscard]] bool poll(Operation& operation) noexcept;
+  // Of one that is looked at later: true if the calling thread is from now on the one that carries it out, by `drive`
+  // alone, until it is done or handed over. The first to ask is.
+  [[nodiscard]] bool take(Operation& operation) noexcept;
+  // Carry it out and wait, at most `timeout_ms` (−1: for ever); true if it is done. Only by its driver.
+  bool drive(Operation& operation, int timeout_ms) noexcept;
+  // Wait at most `timeout_ms` for it to be carried out by another thread; true if it is done.
+  bool wait(Operation& operation, int timeout_ms) noexcept;
+  // From here on the local loop carries it out. Only by its driver.
+  void hand_over(Operation& operation) noexcept;
+  // What is to be looked at later is not looked at: all such operations go to the local loop.
+  void settle();
   // A finished operation whose custody is to be given back; nullptr if there is none.
   [[nodiscard]] std::shared_ptr<Operation> reap() noexcept;
 

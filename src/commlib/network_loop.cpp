@@ -56,7 +56,7 @@ void NetworkLoop::attach(std::unique_ptr<Transport> transport, Egress& egress, S
 }
 
 int NetworkLoop::do_work() {
-  (void)wake_.drain();  // before looking: what comes later ends the next sleep
+  if (std::exchange(woken_, false)) (void)wake_.drain();  // before looking: what comes later ends the next sleep
   int done = tick();
   if (transport_ != nullptr && !given_up_) {
     if (exchange_ != nullptr) done += exchange_->take_messages();
@@ -149,9 +149,10 @@ void NetworkLoop::on_closed(PeerId peer, Errc code, int os_error) noexcept {
 }
 
 int NetworkLoop::tick() noexcept {
+  const std::int64_t now = now_ms();  // costs no system call
+  if (!std::exchange(timer_rang_, false) && now - last_tick_ms_ < kBeatMs) return 0;
   std::uint64_t expirations = 0;
-  if (::read(timer_.get(), &expirations, sizeof expirations) != static_cast<ssize_t>(sizeof expirations)) return 0;
-  const std::int64_t now = now_ms();
+  (void)!::read(timer_.get(), &expirations, sizeof expirations);
   const std::int64_t passed_ms = std::min(now - last_tick_ms_, kBeatMs);  // as in Watch::beat
   last_tick_ms_ = now;
   if (watch_ != nullptr) watch_->beat(now);
@@ -218,7 +219,10 @@ void NetworkLoop::wait_for_work() noexcept {
   // While ABORT is on its way, look again soon: what it waits for may never come.
   const int timeout_ms = giving_up_since_ms_ >= 0 && !given_up_ ? 20 : -1;
   const int ready = ::poll(polled_.data(), polled_.size(), timeout_ms);
-  if (ready > 0 && watch_ != nullptr) (void)watch_->check(polled_.data() + 3);
+  if (ready <= 0) return;
+  woken_ = polled_[0].revents != 0;
+  timer_rang_ = polled_[1].revents != 0;
+  if (watch_ != nullptr) (void)watch_->check(polled_.data() + 3);
 }
 
 void NetworkLoop::finish() noexcept {

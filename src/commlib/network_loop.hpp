@@ -69,7 +69,9 @@ class NetworkLoop : public Loop, private FrameSink {
   Exchange* exchange_ = nullptr;
   EventFd wake_;
   Fd timer_;
-  std::vector<pollfd> polled_;           // wake_, timer_, transport, then the watch's
+  std::vector<pollfd> polled_;  // wake_, timer_, transport, then the watch's
+  bool woken_ = false;          // the last poll saw it
+  bool timer_rang_ = false;
   std::vector<bool> closed_;             // by peer
   std::vector<std::int64_t> silent_ms_;  // by peer: as far as we were awake ourselves
   std::atomic<std::uint32_t> finishing_{0};

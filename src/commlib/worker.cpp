@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -47,17 +46,24 @@ struct Worker::State : private ForkGuard::Member {
   ~State() override;
 
   Errc submit(const Request& request, std::shared_ptr<Operation>* out);
-  bool wait(Operation& operation, int timeout_ms);
+  bool poll(Operation& operation) noexcept;
+  bool take(Operation& operation) noexcept;
+  bool drive(Operation& operation, int timeout_ms) noexcept;
   void hand_over(Operation& operation) noexcept;
+  void settle();
   void shutdown(int timeout_ms) noexcept;
-  void in_forked_child() noexcept override { network.close(); }
+  void in_forked_child() noexcept override {
+    is_forked = true;
+    network.close();
+  }
 
   // While one of these lives, shutdown waits. `closing` and `callers` are written and then read crosswise, hence the order.
   class Inside {
    public:
     explicit Inside(State& state) noexcept : state_(state) { state_.callers.fetch_add(1, std::memory_order_seq_cst); }
     ~Inside() {
-      if (state_.callers.fetch_sub(1, std::memory_order_acq_rel) == 1) futex_wake(state_.callers);
+      const bool is_last = state_.callers.fetch_sub(1, std::memory_order_seq_cst) == 1;
+      if (is_last && state_.closing.load(std::memory_order_seq_cst)) futex_wake(state_.callers);
     }
     Inside(const Inside&) = delete;
     Inside& operator=(const Inside&) = delete;
@@ -69,17 +75,18 @@ struct Worker::State : private ForkGuard::Member {
   // Synchronous callers that may sleep in the ready table; 0: none free.
   std::uint32_t take_caller_slot() noexcept;
   void give_back_caller_slot(Operation& operation) noexcept;
-  Row::Arrival place(PartTask& task);
+  Row::Arrival place(PartTask& task, Driver driver);
   void stage_at_submission(PartTask& task, Row::Arrival* arrival);
-  void start(PartTask& task);
+  void start(PartTask& task, Driver driver);
   bool is_in_arena(const void* memory, std::size_t bytes) const noexcept;
-  bool drive(Operation& operation, std::int64_t deadline_ms) noexcept;
+  bool sit_down(Operation& operation) noexcept;
+  void let_loop(PartTask& task) noexcept;
   void fail_rest() noexcept;
   void give_up_job() noexcept;
   void loop_failed(const char* what) noexcept;
 
   WorkerOptions options;
-  const pid_t pid = ::getpid();
+  bool is_forked = false;  // only ever written in a child, before anything else runs there
   LogBuffer log;
   Segment table_segment;
   std::vector<Segment> arena_segments;  // by local rank
@@ -223,8 +230,8 @@ bool Worker::State::is_in_arena(const void* memory, std::size_t bytes) const noe
   return at >= mine.data() && bytes <= mine.bytes() && at <= mine.data() + (mine.bytes() - bytes);
 }
 
-// How the others reach this part's memory.
-Row::Arrival Worker::State::place(PartTask& task) {
+// How the others reach this part's memory, and how they tell us of it.
+Row::Arrival Worker::State::place(PartTask& task, Driver driver) {
   const Operation& operation = *task.operation;
   Row::Arrival arrival{.round = operation.round,
                        .hash = operation.hash,
@@ -251,15 +258,21 @@ Row::Arrival Worker::State::place(PartTask& task) {
       table.status(options.local_rank).reachable_by.load(std::memory_order_relaxed) + 1 == options.local_size;
   if (is_ordinary && task.bytes() != 0 && options.local_size > 1) {
     if (is_small && options.route != LocalRoute::kCma) stage_at_submission(task, &arrival);
-    if (task.staging != Arena::kNoSpace) return arrival;
-    if (!can_read) {
+    if (!can_read && task.staging == Arena::kNoSpace) {
       arrival.staged = false;
       return arrival;
     }
-    arrival.copied = arrival.copied && !output.is_address();
   }
-  arrival.input = input;
-  arrival.output = output;
+  if (task.staging == Arena::kNoSpace) {
+    arrival.copied = arrival.copied && !output.is_address();
+    arrival.input = input;
+    arrival.output = output;
+  }
+  // What the last to arrive can do alone needs nobody's attention before somebody wants the result.
+  const bool is_done_by_one = !context.several_hosts && operation.part_count == 1 && task.slice_count == 1;
+  if (driver == Driver::kLater && is_done_by_one && arrival.copied && options.local_size > 1) {
+    arrival.caller = kLooksLater;
+  }
   return arrival;
 }
 
@@ -277,7 +290,7 @@ void Worker::State::stage_at_submission(PartTask& task, Row::Arrival* arrival) {
 }
 
 Errc Worker::State::submit(const Request& request, std::shared_ptr<Operation>* out) {
-  if (::getpid() != pid) return Errc::kNotInitialized;
+  if (is_forked) return Errc::kNotInitialized;
   const Inside inside(*this);
   if (closing.load(std::memory_order_seq_cst)) return Errc::kShutDown;
   if (table.aborted()) return Errc::kPeerLost;
@@ -306,7 +319,7 @@ Errc Worker::State::submit(const Request& request, std::shared_ptr<Operation>* o
   operation->submitted_ms = now_ms();
   operation->parts_left.store(parts, std::memory_order_relaxed);
   operation->self = operation;
-  if (request.synchronous && !context.several_hosts && options.local_size > 1)
+  if (request.driver == Driver::kCaller && !context.several_hosts && options.local_size > 1)
     operation->caller_slot = take_caller_slot();
   *out = operation;
   for (std::uint32_t index = 0; index < parts; ++index) {
@@ -321,11 +334,11 @@ Errc Worker::State::submit(const Request& request, std::shared_ptr<Operation>* o
     task.slice_count = slice_count_of(task.bytes(), options.local_size);
   }
   // All are complete before the first can fail, and look at the others.
-  for (std::uint32_t index = 0; index < parts; ++index) start(operation->parts[index]);
+  for (std::uint32_t index = 0; index < parts; ++index) start(operation->parts[index], request.driver);
   return Errc::kOk;
 }
 
-void Worker::State::start(PartTask& task) {
+void Worker::State::start(PartTask& task, Driver driver) {
   const Operation& operation = *task.operation;
   const bool is_alone = options.local_size == 1;
   if (is_alone && context.several_hosts && wire_dtype(operation.dtype, operation.op) == operation.dtype) {
@@ -336,7 +349,7 @@ void Worker::State::start(PartTask& task) {
   }
   const bool is_callers = operation.caller_slot != 0;
   task.holder.store(is_callers ? Holder::kCaller : Holder::kSubmitter, std::memory_order_relaxed);
-  const Row::Arrival arrival = place(task);
+  const Row::Arrival arrival = place(task, driver);
   tasks.add(task);
   const RowIndex row = task.row_index;
   const Row shared = task.row;
@@ -345,15 +358,17 @@ void Worker::State::start(PartTask& task) {
   const bool is_quick =
       !context.several_hosts && task.slice_count == 1 && is_complete && shared.all_staged(operation.round);
   if (is_callers) {
+    if (is_quick && operation.part_count == 1 && progress(context, task)) give_back_caller_slot(*task.operation);
     if (is_complete && !is_quick) table.announce_all(row, options.local_rank);
     return;
   }
   if (is_quick && progress(context, task)) return;
   const bool has_failed = operation.has_failed();
   Holder expected = Holder::kSubmitter;
-  const bool was_quiet = task.holder.compare_exchange_strong(expected, Holder::kLoop, std::memory_order_acq_rel);
+  const Holder next = arrival.caller == kLooksLater ? Holder::kNobody : Holder::kLoop;
+  const bool was_quiet = task.holder.compare_exchange_strong(expected, next, std::memory_order_acq_rel);
   if (!was_quiet) task.holder.store(Holder::kLoop, std::memory_order_release);
-  // From here on the task is the loop's, and may be gone.
+  // From here on the task is the loop's, or whoever's who looks, and may be gone.
   if (!was_quiet || has_failed || table.aborted()) table.post(row, options.local_rank);
   // Whoever has left before will not tell us what he has not done, nor that he will not do it.
   for (std::uint32_t rank = 0; rank < options.local_size; ++rank) {
@@ -381,13 +396,46 @@ void Worker::State::give_back_caller_slot(Operation& operation) noexcept {
   operation.caller_slot = 0;
 }
 
-bool Worker::State::wait(Operation& operation, int timeout_ms) {
-  if (operation.caller_slot == 0) return operation.completion.wait(timeout_ms);
-  const Inside inside(*this);
-  return drive(operation, timeout_ms < 0 ? INT64_MAX : now_ms() + timeout_ms);
+// Only what is to be looked at later is nobody's, and that has one part.
+bool Worker::State::take(Operation& operation) noexcept {
+  Holder expected = Holder::kNobody;
+  return operation.parts[0].holder.compare_exchange_strong(expected, Holder::kCaller, std::memory_order_acq_rel);
 }
 
-bool Worker::State::drive(Operation& operation, std::int64_t deadline_ms) noexcept {
+bool Worker::State::poll(Operation& operation) noexcept {
+  if (operation.completion.done() || is_forked) return operation.completion.done();
+  const Inside inside(*this);
+  if (closing.load(std::memory_order_seq_cst)) return false;
+  PartTask& task = operation.parts[0];
+  Holder expected = Holder::kNobody;
+  if (!task.holder.compare_exchange_strong(expected, Holder::kSubmitter, std::memory_order_acq_rel)) return false;
+  if (progress(context, task)) return true;
+  expected = Holder::kSubmitter;
+  if (!task.holder.compare_exchange_strong(expected, Holder::kNobody, std::memory_order_acq_rel)) let_loop(task);
+  return false;
+}
+
+// The driver of what was to be looked at later, whom nobody tells anything yet, gets a slot. False if it needs none: it is
+// done, or, there being none, the loop's.
+bool Worker::State::sit_down(Operation& operation) noexcept {
+  PartTask& task = operation.parts[0];
+  if (task.holder.load(std::memory_order_relaxed) != Holder::kCaller || progress(context, task)) return false;
+  operation.caller_slot = take_caller_slot();
+  if (operation.caller_slot == 0) {
+    let_loop(task);
+    return false;
+  }
+  // See ReadyTable::announce: who has not seen the slot changed the row before we look at it again.
+  (void)task.row.entry(options.local_rank).caller.exchange(operation.caller_slot, std::memory_order_acq_rel);
+  return true;
+}
+
+bool Worker::State::drive(Operation& operation, int timeout_ms) noexcept {
+  const Inside inside(*this);
+  // Who comes after shutdown has begun finds it ended by that; who came before ends it himself, below, and is waited for.
+  if (closing.load(std::memory_order_seq_cst)) return operation.completion.wait(timeout_ms);
+  if (operation.caller_slot == 0 && !sit_down(operation)) return operation.completion.wait(timeout_ms);
+  const std::int64_t deadline_ms = timeout_ms < 0 ? INT64_MAX : now_ms() + timeout_ms;
   Doorbell& bell = table.status(options.local_rank).callers[operation.caller_slot - 1];
   for (;;) {
     const std::uint32_t ticket = bell.ticket();
@@ -411,22 +459,37 @@ bool Worker::State::drive(Operation& operation, std::int64_t deadline_ms) noexce
   }
 }
 
+// The task is the caller's; it becomes the loop's, and may then be gone.
+void Worker::State::let_loop(PartTask& task) noexcept {
+  const RowIndex row = task.row_index;
+  // See ReadyTable::announce: who has not seen the 0 changed the row before the loop looks at it.
+  (void)task.row.entry(options.local_rank).caller.exchange(0, std::memory_order_acq_rel);
+  task.holder.store(Holder::kLoop, std::memory_order_release);
+  table.post(row, options.local_rank);
+}
+
 void Worker::State::hand_over(Operation& operation) noexcept {
-  if (operation.caller_slot == 0) return;
+  const Inside inside(*this);
+  if (closing.load(std::memory_order_seq_cst)) return;  // it ends with all the rest
+  if (operation.caller_slot != 0) give_back_caller_slot(operation);
   for (std::uint32_t index = 0; index < operation.part_count; ++index) {
     PartTask& task = operation.parts[index];
-    if (task.finished) continue;
-    const RowIndex row = task.row_index;
-    // See ReadyTable::announce: who has not seen the 0 changed the row before the loop looks at it.
-    (void)task.row.entry(options.local_rank).caller.exchange(0, std::memory_order_acq_rel);
-    task.holder.store(Holder::kLoop, std::memory_order_release);
-    table.post(row, options.local_rank);
+    if (task.holder.load(std::memory_order_relaxed) == Holder::kCaller && !task.finished) let_loop(task);
   }
-  give_back_caller_slot(operation);
+}
+
+void Worker::State::settle() {
+  std::vector<RowIndex> rows;
+  tasks.rows(&rows);
+  for (const RowIndex row : rows) {
+    PartTask* task = tasks.take_from_nobody(row);
+    if (task != nullptr && !progress(context, *task)) let_loop(*task);
+  }
 }
 
 void Worker::State::shutdown(int timeout_ms) noexcept {
-  if (::getpid() != pid || closing.exchange(true, std::memory_order_seq_cst)) return;
+  if (is_forked || closing.exchange(true, std::memory_order_seq_cst)) return;
+  settle();
   std::vector<RowIndex> in_flight;
   tasks.rows(&in_flight);
   if (!in_flight.empty()) give_up_job();
@@ -488,8 +551,15 @@ std::size_t Worker::table_bytes(std::uint32_t local_size) noexcept { return Read
 Errc Worker::submit(const Request& request, std::shared_ptr<Operation>* operation) {
   return state_->submit(request, operation);
 }
-bool Worker::wait(Operation& operation, int timeout_ms) { return state_->wait(operation, timeout_ms); }
-void Worker::hand_over(Operation& operation) { state_->hand_over(operation); }
+bool Worker::poll(Operation& operation) noexcept { return state_->poll(operation); }
+bool Worker::take(Operation& operation) noexcept { return state_->take(operation); }
+bool Worker::drive(Operation& operation, int timeout_ms) noexcept { return state_->drive(operation, timeout_ms); }
+bool Worker::wait(Operation& operation, int timeout_ms) noexcept { return operation.completion.wait(timeout_ms); }
+void Worker::hand_over(Operation& operation) noexcept { state_->hand_over(operation); }
+void Worker::settle() {
+  const State::Inside inside(*state_);
+  if (!state_->closing.load(std::memory_order_seq_cst)) state_->settle();
+}
 
 std::shared_ptr<Operation> Worker::reap() noexcept {
   std::shared_ptr<Operation> operation = state_->finished.take();
@@ -517,7 +587,7 @@ bool Worker::aborted() const noexcept { return state_->table.aborted(); }
 std::uint32_t Worker::aborted_member() const noexcept { return state_->table.aborted_member(); }
 int Worker::aborted_cause() const noexcept { return static_cast<int>(state_->table.aborted_cause()); }
 void Worker::shutdown(int timeout_ms) noexcept { state_->shutdown(timeout_ms); }
-bool Worker::is_forked() const noexcept { return ::getpid() != state_->pid; }
+bool Worker::is_forked() const noexcept { return state_->is_forked; }
 bool Worker::take_log(LogRecord* record) noexcept { return state_->log.take(record); }
 int Worker::disagreement_descriptor() const noexcept { return state_->finished.disagreement_event.descriptor(); }
 void Worker::take_disagreements(std::vector<Disagreement>* out) noexcept {

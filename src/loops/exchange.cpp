@@ -32,8 +32,7 @@ Exchange::Exchange(ExchangeOptions options, LocalContext& context, Egress& egres
       waste_(kMaxPayloadBytes) {}
 
 void Exchange::leave_message(Message message) noexcept {
-  messages_.push(message);
-  loop_.wake();
+  if (messages_.push(message)) loop_.wake();
 }
 
 void Exchange::announce(PartTask& task, bool agree) noexcept {

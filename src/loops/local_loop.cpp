@@ -54,7 +54,12 @@ int LocalLoop::do_work() {
     const RowIndex row = ready_.back().row;
     ready_.pop_back();
     // By row, not by pointer: one row may have been announced twice and be finished by now.
-    if (PartTask* task = context_.tasks.held_by_loop(row); task != nullptr) (void)progress(context_, *task);
+    PartTask* const task = context_.tasks.held_by_loop(row);
+    if (task == nullptr) continue;
+    // What nobody held is from here on told to this loop; see ReadyTable::announce.
+    std::atomic<std::uint32_t>& caller = task->row.entry(context_.local_rank).caller;
+    if (caller.load(std::memory_order_relaxed) == kLooksLater) caller.exchange(0, std::memory_order_acq_rel);
+    (void)progress(context_, *task);
   }
   return done;
 }

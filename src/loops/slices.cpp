@@ -15,6 +15,7 @@ namespace commlib {
 namespace {
 
 constexpr std::size_t kBlockBytes = 64 * 1024;       // of the tensor: inputs and output of a block together fit in L2
+constexpr std::size_t kMappedBlockBytes = 4 * 1024;  // where nothing is fetched by system calls: fit in L1
 constexpr std::size_t kWholeSliceBytes = 64 * 1024;  // below, one rank does all: cheaper than waking another
 
 struct Range {
@@ -78,6 +79,9 @@ class Sources {
     return Errc::kOk;
   }
   [[nodiscard]] std::size_t count() const noexcept { return count_; }
+  [[nodiscard]] bool all_mapped() const noexcept {
+    return std::find(bases_.begin(), bases_.begin() + count_, nullptr) == bases_.begin() + count_;
+  }
 
  private:
   const LocalContext& context_;
@@ -98,15 +102,24 @@ Errc sum_slice(const LocalContext& context, const PartTask& task, std::uint32_t 
   const Operation& operation = *task.operation;
   const std::size_t item = item_bytes(operation.dtype);
   const Sources sources(context, task);
-  const auto output_of = [&](std::uint32_t rank) {
-    return address_of(context, rank, Place::from_bits(task.row.entry(rank).output.load(std::memory_order_relaxed)));
-  };
-  std::byte* const mine = output_of(context.local_rank);
+  std::array<std::byte*, kMaxLocalRanks> others;  // outputs but the own one that can be written from here
+  std::size_t other_count = 0;
+  std::byte* mine = nullptr;
+  for (std::uint32_t rank = 0; rank < context.local_size; ++rank) {
+    const Place place = Place::from_bits(task.row.entry(rank).output.load(std::memory_order_relaxed));
+    std::byte* const output = address_of(context, rank, place);
+    if (rank == context.local_rank) {
+      mine = output;
+    } else if (output != nullptr) {
+      others[other_count++] = output;
+    }
+  }
   const Range range = range_of(task, slice);
+  const std::uint64_t block = (sources.all_mapped() ? kMappedBlockBytes : kBlockBytes) / item;
   std::array<const void*, kMaxLocalRanks> pointers;
-  for (std::uint64_t begin = range.begin; begin < range.end; begin += kBlockBytes / item) {
+  for (std::uint64_t begin = range.begin; begin < range.end; begin += block) {
     if (context.table.aborted()) return Errc::kPeerLost;
-    const std::uint64_t count = std::min<std::uint64_t>(kBlockBytes / item, range.end - begin);
+    const std::uint64_t count = std::min(block, range.end - begin);
     const Errc code = sources.block(begin, count, pointers.data());
     if (code != Errc::kOk) return code;
     std::byte* const to = mine + begin * item;
@@ -115,11 +128,10 @@ Errc sum_slice(const LocalContext& context, const PartTask& task, std::uint32_t 
     } else {
       reduce_local(operation.dtype, operation.op, to, pointers.data(), sources.count(), count);
     }
-    for (std::uint32_t rank = 0; rank < context.local_size; ++rank) {
-      std::byte* const other = rank == context.local_rank ? nullptr : output_of(rank);
-      if (other == nullptr) continue;
-      const bool has_it = operation.collective == Collective::kBroadcast && other + begin * item == pointers[0];
-      if (!has_it) std::memcpy(other + begin * item, to, count * item);
+    for (std::size_t i = 0; i < other_count; ++i) {
+      std::byte* const other = others[i] + begin * item;
+      const bool has_it = operation.collective == Collective::kBroadcast && other == pointers[0];
+      if (!has_it) std::memcpy(other, to, count * item);
     }
   }
   return Errc::kOk;

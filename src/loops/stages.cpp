@@ -15,8 +15,8 @@ RowEntry& my_entry(const LocalContext& context, const PartTask& task) noexcept {
   return task.row.entry(context.local_rank);
 }
 
-void announce_to_others(const LocalContext& context, const PartTask& task) noexcept {
-  context.table.announce_all(task.row_index, context.local_rank);
+void announce_to_others(const LocalContext& context, const PartTask& task, News news = News::kWork) noexcept {
+  context.table.announce_all(task.row_index, context.local_rank, news);
 }
 
 // The first rank that has left without arriving, or −1.
@@ -128,7 +128,9 @@ Errc do_slices(LocalContext& context, PartTask& task) noexcept {
     const Errc code = kDoSlice(context, task, index);
     if (code != Errc::kOk) return lost_slice(context, code);
     if (read_in_time(context) != Errc::kOk) return Errc::kAgain;
-    if (task.row.finish_slice(round, index, context.local_rank, task.slice_count)) announce_to_others(context, task);
+    if (task.row.finish_slice(round, index, context.local_rank, task.slice_count)) {
+      announce_to_others(context, task, News::kEnd);
+    }
   }
   return task.row.all_done(round, task.slice_count) ? Errc::kOk : Errc::kAgain;
 }
@@ -143,7 +145,7 @@ Errc collect(LocalContext& context, PartTask& task) noexcept {
     if (const Errc code = collect_slice(context, task, slice); code != Errc::kOk) return lost_slice(context, code);
   }
   if (read_in_time(context) != Errc::kOk) return Errc::kAgain;
-  if (task.row.finish_copying(round_of(task), context.local_rank)) announce_to_others(context, task);
+  if (task.row.finish_copying(round_of(task), context.local_rank)) announce_to_others(context, task, News::kEnd);
   return Errc::kOk;
 }
 

@@ -177,20 +177,20 @@ Row ReadyTable::row(RowIndex index) const noexcept {
   return {head, slices, entries, local_size_};
 }
 
-void ReadyTable::announce(RowIndex index, std::uint32_t to_local_rank) const noexcept {
+void ReadyTable::announce(RowIndex index, std::uint32_t to_local_rank, News news) const noexcept {
   // An update, though it changes nothing: a caller that stops waiting exchanges `caller` for 0 and looks at the row once
   // more, and whichever of the two updates comes second sees what the first one's thread did before it.
   const std::uint32_t caller = row(index).entry(to_local_rank).caller.fetch_add(0, std::memory_order_acq_rel);
   if (caller != 0 && caller <= kCallerSlots) {
     statuses_[to_local_rank].callers[caller - 1].ring();
-  } else {
+  } else if (caller != kLooksLater || news == News::kWork) {
     post(index, to_local_rank);
   }
 }
 
-void ReadyTable::announce_all(RowIndex index, std::uint32_t but) const noexcept {
+void ReadyTable::announce_all(RowIndex index, std::uint32_t but, News news) const noexcept {
   for (std::uint32_t rank = 0; rank < local_size_; ++rank) {
-    if (rank != but) announce(index, rank);
+    if (rank != but) announce(index, rank, news);
   }
 }
 

@@ -21,6 +21,8 @@ inline constexpr RowIndex kMaxRows = 1u << 20;
 inline constexpr std::uint32_t kMaxLocalRanks = 240;
 inline constexpr std::uint64_t kProbeValue = 0x636F6D6D6C696231;
 inline constexpr std::uint32_t kCallerSlots = 32;  // synchronous callers of one process that may sleep at once
+// RowEntry::caller: nobody waits, and somebody will look. Told when there is something to do, not that all is done.
+inline constexpr std::uint32_t kLooksLater = kCallerSlots + 1;
 
 // Where bytes of a rank lie, as every local process can understand it: an offset in somebody's arena, or an address in
 // the rank's own process (for process_vm_readv).
@@ -80,7 +82,7 @@ struct alignas(64) RowEntry {
   std::atomic<std::uint64_t> output;  // Place
   std::atomic<std::uint64_t> staged;  // round for which `input` can be read and `output` written by everybody
   std::atomic<std::uint64_t> copied;  // round whose result this rank has taken
-  std::atomic<std::uint32_t> caller;  // 0: announce through the bitmap; else 1 + the caller slot that waits
+  std::atomic<std::uint32_t> caller;  // 0: announce through the bitmap; 1 + the caller slot that waits; kLooksLater
 };
 static_assert(sizeof(RowEntry) == 64);
 
@@ -157,6 +159,12 @@ class Row {
   std::uint32_t ranks_ = 0;
 };
 
+// Why a row is announced.
+enum class News : std::uint8_t {
+  kWork,  // there may be something to do
+  kEnd,   // the round is over; who looks will see it
+};
+
 // One process of the host, as the others see it.
 struct alignas(64) RankStatus {
   Doorbell doorbell;                        // rung when a bit of its bitmap is set, and on failure
@@ -182,8 +190,8 @@ class ReadyTable {
   [[nodiscard]] std::uint32_t local_size() const noexcept { return local_size_; }
 
   // Tell one rank, or all but one, that row `index` has changed: its waiting caller if it has one, else its local loop.
-  void announce(RowIndex index, std::uint32_t to_local_rank) const noexcept;
-  void announce_all(RowIndex index, std::uint32_t but = UINT32_MAX) const noexcept;
+  void announce(RowIndex index, std::uint32_t to_local_rank, News news = News::kWork) const noexcept;
+  void announce_all(RowIndex index, std::uint32_t but = UINT32_MAX, News news = News::kWork) const noexcept;
   // Set the bit of a row for the own local loop, whatever the entry says.
   void post(RowIndex index, std::uint32_t to_local_rank) const noexcept;
   // Take up to `limit` announced rows of the own rank; at least 64, for they are taken by the leaf.

@@ -10,17 +10,21 @@ namespace commlib {
 void Completion::complete(Failure failure) noexcept {
   failure_ = failure;
   std::vector<std::pair<std::shared_ptr<CompletionQueue>, std::uint64_t>> subscribers;
+  std::uint32_t before = 0;
   {
     const std::lock_guard lock(mutex_);
-    state_.store(1, std::memory_order_release);
+    before = state_.exchange(kDone, std::memory_order_acq_rel);
     subscribers.swap(subscribers_);
   }
-  futex_wake(state_, INT32_MAX);
+  if (before == kAwaited) futex_wake(state_, INT32_MAX);
   for (auto& [queue, token] : subscribers) queue->push(token);
 }
 
 bool Completion::wait(int timeout_ms) noexcept {
-  if (!done()) (void)futex_wait(state_, 0, timeout_ms);
+  std::uint32_t seen = kOpen;
+  // A failed exchange says that it is done, or that another thread has already said that it sleeps here.
+  (void)state_.compare_exchange_strong(seen, kAwaited, std::memory_order_acq_rel, std::memory_order_acquire);
+  if (seen != kDone) futex_wait(state_, kAwaited, timeout_ms);
   return done();
 }
 
@@ -54,11 +58,13 @@ void FinishedList::push(Operation* operation) noexcept {
 }
 
 std::shared_ptr<Operation> FinishedList::take() noexcept {
+  if (head_.load(std::memory_order_relaxed) == nullptr && !has_taken_.load(std::memory_order_relaxed)) return nullptr;
   const std::lock_guard lock(mutex_);
   if (taken_ == nullptr) taken_ = head_.exchange(nullptr, std::memory_order_acquire);
   if (taken_ == nullptr) return nullptr;
   Operation* operation = taken_;
   taken_ = operation->next_finished;
+  has_taken_.store(taken_ != nullptr, std::memory_order_relaxed);
   return std::move(operation->self);
 }
 
@@ -108,9 +114,22 @@ PartTask* TaskTable::held_by_loop(RowIndex row) noexcept {
   const std::lock_guard lock(mutex_);
   PartTask* task = slots_[row];
   if (task == nullptr) return nullptr;
-  Holder seen = Holder::kSubmitter;
-  task->holder.compare_exchange_strong(seen, Holder::kSubmitterMissed, std::memory_order_acq_rel);
+  Holder seen = task->holder.load(std::memory_order_acquire);
+  while (seen == Holder::kSubmitter || seen == Holder::kNobody) {
+    const Holder next = seen == Holder::kNobody ? Holder::kLoop : Holder::kSubmitterMissed;
+    if (task->holder.compare_exchange_weak(seen, next, std::memory_order_acq_rel, std::memory_order_acquire))
+      seen = next;
+  }
   return seen == Holder::kLoop ? task : nullptr;
+}
+
+PartTask* TaskTable::take_from_nobody(RowIndex row) noexcept {
+  const std::lock_guard lock(mutex_);
+  PartTask* task = slots_[row];
+  Holder expected = Holder::kNobody;
+  const bool is_taken =
+      task != nullptr && task->holder.compare_exchange_strong(expected, Holder::kSubmitter, std::memory_order_acq_rel);
+  return is_taken ? task : nullptr;
 }
 
 PartTask* TaskTable::find(RowIndex row) const noexcept {
@@ -128,6 +147,9 @@ void TaskTable::waiting(std::int64_t before_ms, std::size_t limit, std::vector<W
   for (const PartTask* task = head_; task != nullptr && out->size() < limit; task = task->next) {
     const Operation& operation = *task->operation;
     if (operation.submitted_ms > before_ms) continue;
+    // It is over, and nobody has looked yet.
+    const bool is_unseen = task->holder.load(std::memory_order_acquire) == Holder::kNobody;
+    if (is_unseen && task->row.all_done(operation.round, task->slice_count)) continue;
     if (!out->empty() && out->back().name == operation.key->name && out->back().round == operation.round) continue;
     out->push_back({operation.key->name, operation.round, operation.submitted_ms});
   }

@@ -38,7 +38,7 @@ struct CompletionQueue {
 
 class Completion {
  public:
-  [[nodiscard]] bool done() const noexcept { return state_.load(std::memory_order_acquire) != 0; }
+  [[nodiscard]] bool done() const noexcept { return state_.load(std::memory_order_acquire) == kDone; }
   [[nodiscard]] Failure failure() const noexcept { return failure_; }  // valid once done
 
   // Once. Wakes whoever waits.
@@ -49,7 +49,8 @@ class Completion {
   void subscribe(std::shared_ptr<CompletionQueue> queue, std::uint64_t token);
 
  private:
-  std::atomic<std::uint32_t> state_{0};  // published by complete(); the futex word of wait()
+  static constexpr std::uint32_t kOpen = 0, kDone = 1, kAwaited = 2;  // kAwaited: somebody may sleep
+  std::atomic<std::uint32_t> state_{kOpen};  // published by complete(); the futex word of wait()
   Failure failure_{};
   std::mutex mutex_;  // guards subscribers_; a leaf in the order, nothing is called with it held but Inbox::push
   std::vector<std::pair<std::shared_ptr<CompletionQueue>, std::uint64_t>> subscribers_;
@@ -87,7 +88,14 @@ struct KeyRecord {
 struct Operation;
 
 // Who may touch a task right now. Events that arrive at the local loop for a task that somebody else holds are remembered.
-enum class Holder : std::uint32_t { kSubmitter = 0, kSubmitterMissed = 1, kCaller = 2, kLoop = 3, kExchange = 4 };
+enum class Holder : std::uint32_t {
+  kSubmitter = 0,        // also who polls it
+  kSubmitterMissed = 1,  // the same, and the loop has been told of it meanwhile
+  kCaller = 2,           // the thread that waits for it
+  kLoop = 3,
+  kExchange = 4,
+  kNobody = 5,  // whoever comes first: who waits or polls, or the loop if there is something to do
+};
 
 struct PartTask {
   Operation* operation = nullptr;
@@ -127,7 +135,7 @@ struct Operation {
   const std::byte* input = nullptr;
   std::byte* output = nullptr;
   std::uint64_t count = 0;
-  std::uint32_t caller_slot = 0;  // 1 + slot of the synchronous caller that carries it out, or 0
+  std::uint32_t caller_slot = 0;  // 1 + slot of the caller that carries it out, or 0; only that thread's
   std::int64_t submitted_ms = 0;
   void* custody = nullptr;  // the binding's; what keeps input and output alive
 
@@ -172,8 +180,9 @@ class FinishedList {
 
  private:
   std::atomic<Operation*> head_{nullptr};
-  std::mutex mutex_;            // guards taken_; a leaf in the order
-  Operation* taken_ = nullptr;  // taken off head_, not yet given out
+  std::mutex mutex_;                    // guards taken_; a leaf in the order
+  Operation* taken_ = nullptr;          // taken off head_, not yet given out
+  std::atomic<bool> has_taken_{false};  // asked without the lock; who reads an old value comes again
 };
 
 // A part has let go of the operation's memory. The last one completes the operation.
@@ -186,9 +195,12 @@ class TaskTable {
   ~TaskTable();
   void add(PartTask& task) noexcept;
   void remove(PartTask& task) noexcept;
-  // For the local loop: the task of a row if the loop holds it. If the submitter still holds it, it is told (kSubmitterMissed).
+  // For the local loop: the task of a row if the loop holds it, or nobody, who then loses it to the loop. If the submitter
+  // still holds it, it is told (kSubmitterMissed).
   // A task that the loop holds is removed by the loop alone, so the pointer stays good.
   [[nodiscard]] PartTask* held_by_loop(RowIndex row) noexcept;
+  // The task of a row if nobody held it; from here on the caller does, as its submitter.
+  [[nodiscard]] PartTask* take_from_nobody(RowIndex row) noexcept;
   // Whoever holds it. Only where nobody else can finish it meanwhile.
   [[nodiscard]] PartTask* find(RowIndex row) const noexcept;
   // Rows of all tasks in flight.

@@ -52,7 +52,7 @@ Tensor make(Worker& worker, std::uint64_t count, std::size_t item, bool in_arena
   return tensor;
 }
 
-Request request_of(const std::shared_ptr<KeyRecord>& key, const Tensor& tensor, DType dtype, bool synchronous) {
+Request request_of(const std::shared_ptr<KeyRecord>& key, const Tensor& tensor, DType dtype, Driver driver) {
   Request request;
   request.key = key;
   request.hash = tensor.count * 16 + static_cast<std::uint64_t>(dtype);
@@ -60,7 +60,7 @@ Request request_of(const std::shared_ptr<KeyRecord>& key, const Tensor& tensor, 
   request.input = tensor.data;
   request.output = tensor.data;
   request.count = tensor.count;
-  request.synchronous = synchronous;
+  request.driver = driver;
   return request;
 }
 
@@ -76,8 +76,8 @@ void reap_all(Worker& worker) {
   }
 }
 
-// All ranks, each on its thread, sum tensors of these sizes for some rounds in place, synchronously or not.
-void sum_everywhere(const JobOptions& options, const std::vector<std::uint64_t>& counts, int rounds, bool synchronous,
+// All ranks, each on its thread, sum tensors of these sizes for some rounds in place, carried out by whom it may be.
+void sum_everywhere(const JobOptions& options, const std::vector<std::uint64_t>& counts, int rounds, Driver driver,
                     bool mixed_memory) {
   Job job(options);
   std::vector<Job::Name> names;
@@ -98,15 +98,15 @@ void sum_everywhere(const JobOptions& options, const std::vector<std::uint64_t>&
       for (int round = 0; round < rounds; ++round) {
         std::vector<std::size_t> order(counts.size());
         for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
-        if (!synchronous) std::shuffle(order.begin(), order.end(), random);
+        if (driver != Driver::kCaller) std::shuffle(order.begin(), order.end(), random);
         std::vector<std::shared_ptr<Operation>> operations;
         for (const std::size_t i : order) {
           fill<float>(tensors[i], rank, static_cast<std::uint64_t>(round));
-          operations.push_back(submit(worker, request_of(keys[i], tensors[i], DType::kFloat32, synchronous)));
-          if (synchronous && !worker.wait(*operations.back(), kTimeoutMs)) ++unfinished;
+          operations.push_back(submit(worker, request_of(keys[i], tensors[i], DType::kFloat32, driver)));
+          if (driver == Driver::kCaller && !carry_out(worker, *operations.back(), kTimeoutMs)) ++unfinished;
         }
         for (const auto& operation : operations) {
-          if (!worker.wait(*operation, kTimeoutMs)) ++unfinished;
+          if (!carry_out(worker, *operation, kTimeoutMs)) ++unfinished;
           if (operation->completion.failure().code != Errc::kOk) ++unfinished;
         }
         for (const Tensor& tensor : tensors) {
@@ -133,12 +133,12 @@ const std::vector<std::uint64_t> kCounts = {0, 1, 3, 17, 1023, 16'384, 16'385, 1
 TEST_CASE("sums on one host are right, for every route, number of ranks and way of waiting") {
   for (const LocalRoute route : {LocalRoute::kAuto, LocalRoute::kCma, LocalRoute::kStaged}) {
     for (const std::uint32_t ranks : {1u, 2u, 3u, 4u}) {
-      for (const bool synchronous : {false, true}) {
+      for (const Driver driver : {Driver::kLoop, Driver::kCaller, Driver::kLater}) {
         CAPTURE(static_cast<int>(route));
         CAPTURE(ranks);
-        CAPTURE(synchronous);
-        sum_everywhere({.ranks_per_host = {ranks}, .partition_bytes = 256 * 1024, .route = route}, kCounts, 4,
-                       synchronous, true);
+        CAPTURE(static_cast<int>(driver));
+        sum_everywhere({.ranks_per_host = {ranks}, .partition_bytes = 256 * 1024, .route = route}, kCounts, 4, driver,
+                       true);
       }
     }
   }
@@ -152,14 +152,14 @@ TEST_CASE("sums over hosts are right, with unequal hosts, servers and streams") 
       CAPTURE(servers);
       sum_everywhere(
           {.ranks_per_host = shape, .servers = servers, .streams = 1 + servers, .partition_bytes = 256 * 1024}, kCounts,
-          3, servers == 1, true);
+          3, static_cast<Driver>(servers), true);
     }
   }
 }
 
 TEST_CASE("a job whose tensors are larger than all credit ends") {
   sum_everywhere({.ranks_per_host = {1, 2}, .servers = 1, .partition_bytes = 128 * 1024, .credit_bytes = 64 * 1024},
-                 {500'000, 400'001, 300'000}, 2, false, true);
+                 {500'000, 400'001, 300'000}, 2, Driver::kLoop, true);
 }
 
 TEST_CASE("ranks that wait in opposite orders do not deadlock") {
@@ -184,20 +184,20 @@ TEST_CASE("ranks that wait in opposite orders do not deadlock") {
           keys.push_back(Job::record(names[static_cast<std::size_t>(i)]));
         }
         const auto start = [&](std::size_t i) {
-          operations.push_back(submit(worker, request_of(keys[i], tensors[i], DType::kFloat32, false)));
+          operations.push_back(submit(worker, request_of(keys[i], tensors[i], DType::kFloat32, Driver::kLoop)));
         };
         const bool six_first = rank % 2 == 1;
         if (six_first) {
           start(5);
-          if (!worker.wait(*operations.back(), kTimeoutMs)) ++unfinished;
+          if (!carry_out(worker, *operations.back(), kTimeoutMs)) ++unfinished;
         }
         for (std::size_t i = 0; i < 5; ++i) start(i);
         if (!six_first) {
           start(5);
-          if (!worker.wait(*operations.back(), kTimeoutMs)) ++unfinished;
+          if (!carry_out(worker, *operations.back(), kTimeoutMs)) ++unfinished;
         }
         for (const auto& operation : operations) {
-          if (!worker.wait(*operation, kTimeoutMs)) ++unfinished;
+          if (!carry_out(worker, *operation, kTimeoutMs)) ++unfinished;
         }
         for (const Tensor& tensor : tensors) unfinished += wrong_sums<float>(tensor, job.size(), 0) != 0 ? 1 : 0;
         reap_all(worker);
@@ -227,8 +227,9 @@ TEST_CASE("ranks that disagree all get a mismatch, whatever their sizes, and the
             const bool disagree = round % 2 == 0;
             Tensor tensor = make(worker, disagree && rank == job.size() - 1 ? odd : usual, 4, round % 3 == 0);
             fill<float>(tensor, rank, static_cast<std::uint64_t>(round));
-            const auto operation = submit(worker, request_of(key, tensor, DType::kFloat32, round % 2 == 1));
-            if (!worker.wait(*operation, kTimeoutMs)) {
+            const auto operation =
+                submit(worker, request_of(key, tensor, DType::kFloat32, static_cast<Driver>(round % 3)));
+            if (!carry_out(worker, *operation, kTimeoutMs)) {
               ++wrong;
               return;
             }
@@ -260,11 +261,11 @@ TEST_CASE("a broadcast brings the root's bytes to all") {
           for (std::uint32_t root = 0; root < job.size(); ++root) {
             Tensor tensor = make(worker, count, 4, (rank + root) % 2 == 0);
             fill<float>(tensor, rank, root);
-            Request request = request_of(key, tensor, DType::kFloat32, root % 2 == 0);
+            Request request = request_of(key, tensor, DType::kFloat32, static_cast<Driver>(root % 3));
             request.collective = Collective::kBroadcast;
             request.root = root;
             const auto operation = submit(worker, request);
-            if (!worker.wait(*operation, kTimeoutMs) || operation->completion.failure().code != Errc::kOk) {
+            if (!carry_out(worker, *operation, kTimeoutMs) || operation->completion.failure().code != Errc::kOk) {
               ++wrong;
               return;
             }
@@ -288,14 +289,14 @@ TEST_CASE("an operation in flight when its worker shuts down completes once, wit
     const auto key0 = Job::record(name);
     const auto key1 = Job::record(name);
     Tensor tensor = make(job.worker(0), 1'000, 4, true);
-    const auto operation = submit(job.worker(0), request_of(key0, tensor, DType::kFloat32, false));
-    CHECK_FALSE(job.worker(0).wait(*operation, 50));
+    const auto operation = submit(job.worker(0), request_of(key0, tensor, DType::kFloat32, Driver::kLoop));
+    CHECK_FALSE(carry_out(job.worker(0), *operation, 50));
     job.worker(0).shutdown(1'000);
-    CHECK(job.worker(0).wait(*operation, 0));
+    CHECK(carry_out(job.worker(0), *operation, 0));
     CHECK(is_broken_off(operation->completion.failure(), 0));
     REQUIRE(key0->try_take());
     std::shared_ptr<Operation> refused;
-    CHECK(job.worker(0).submit(request_of(key0, tensor, DType::kFloat32, false), &refused) == Errc::kShutDown);
+    CHECK(job.worker(0).submit(request_of(key0, tensor, DType::kFloat32, Driver::kLoop), &refused) == Errc::kShutDown);
     reap_all(job.worker(0));
   }
 }
@@ -304,7 +305,7 @@ TEST_CASE("an operation that its caller never came to wait for completes at shut
   Job job({.ranks_per_host = {2}});
   const Job::Name name = job.declare("t", 4'000);
   Tensor tensor = make(job.worker(0), 1'000, 4, true);
-  const auto operation = submit(job.worker(0), request_of(Job::record(name), tensor, DType::kFloat32, true));
+  const auto operation = submit(job.worker(0), request_of(Job::record(name), tensor, DType::kFloat32, Driver::kCaller));
   job.worker(0).shutdown(1'000);
   REQUIRE(operation->completion.done());
   CHECK(is_broken_off(operation->completion.failure(), 0));
@@ -330,12 +331,12 @@ TEST_CASE("what a rank that has left never submitted fails on the others, and na
           if (rank == leaver) continue;
           tensors[rank] = make(job.worker(rank), 1'000, 4, true);
           operations[rank] =
-              submit(job.worker(rank), request_of(Job::record(name), tensors[rank], DType::kFloat32, false));
+              submit(job.worker(rank), request_of(Job::record(name), tensors[rank], DType::kFloat32, Driver::kLoop));
         }
         if (!before) job.worker(leaver).shutdown(2'000);
         for (std::uint32_t rank = 0; rank < size; ++rank) {
           if (rank == leaver) continue;
-          REQUIRE(job.worker(rank).wait(*operations[rank], kTimeoutMs));
+          REQUIRE(carry_out(job.worker(rank), *operations[rank], kTimeoutMs));
           CHECK(operations[rank]->completion.failure().code == Errc::kPeerLost);
           CHECK(operations[rank]->completion.failure().member == leaver);
           reap_all(job.worker(rank));
@@ -361,7 +362,7 @@ TEST_CASE("a rank that breaks off what it has submitted ends the job for all") {
       std::vector<Tensor> tensors(size);
       const auto start = [&](std::uint32_t rank) {
         tensors[rank] = make(job.worker(rank), 100'000, 4, rank % 2 == 0);
-        Request request = request_of(Job::record(name), tensors[rank], DType::kFloat32, false);
+        Request request = request_of(Job::record(name), tensors[rank], DType::kFloat32, Driver::kLoop);
         REQUIRE(request.key->try_take());
         const Errc code = job.worker(rank).submit(request, &operations[rank]);
         if (code != Errc::kOk) CHECK(code == Errc::kPeerLost);
@@ -376,7 +377,7 @@ TEST_CASE("a rank that breaks off what it has submitted ends the job for all") {
       if (!all_arrive) start(late);
       for (std::uint32_t rank = 0; rank < size; ++rank) {
         if (operations[rank] == nullptr) continue;  // it was told when it submitted
-        REQUIRE(job.worker(rank).wait(*operations[rank], kTimeoutMs));
+        REQUIRE(carry_out(job.worker(rank), *operations[rank], kTimeoutMs));
         const Failure failure = operations[rank]->completion.failure();
         CHECK((is_broken_off(failure, leaver) || (all_arrive && failure.code == Errc::kOk)));
         reap_all(job.worker(rank));
@@ -394,18 +395,18 @@ TEST_CASE("an abort reaches every rank of every host, waiting or not") {
     for (std::uint32_t rank = 1; rank < job.size(); ++rank) {
       tensors[rank] = make(job.worker(rank), 1'000'000, 4, rank % 2 == 0);
       operations.push_back(
-          submit(job.worker(rank), request_of(Job::record(name), tensors[rank], DType::kFloat32, false)));
+          submit(job.worker(rank), request_of(Job::record(name), tensors[rank], DType::kFloat32, Driver::kLoop)));
     }
     job.worker(0).abort(0, 1);
     for (std::uint32_t rank = 1; rank < job.size(); ++rank) {
-      REQUIRE(job.worker(rank).wait(*operations[rank - 1], kTimeoutMs));
+      REQUIRE(carry_out(job.worker(rank), *operations[rank - 1], kTimeoutMs));
       CHECK(operations[rank - 1]->completion.failure().code == Errc::kPeerLost);
       CHECK(operations[rank - 1]->completion.failure().member == 0);
       reap_all(job.worker(rank));
       const auto key = Job::record(job.declare("later", 4));
       REQUIRE(key->try_take());
       std::shared_ptr<Operation> refused;
-      CHECK(job.worker(rank).submit(request_of(key, tensors[rank], DType::kFloat32, false), &refused) ==
+      CHECK(job.worker(rank).submit(request_of(key, tensors[rank], DType::kFloat32, Driver::kLoop), &refused) ==
             Errc::kPeerLost);
     }
   }

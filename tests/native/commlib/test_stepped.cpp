@@ -81,7 +81,9 @@ class Script {
     Rank& rank = ranks_[index];
     Worker& worker = job_.worker(static_cast<std::uint32_t>(index));
     if (auto& flight = rank.flights[tensor]; flight != nullptr) {
-      if (!worker.wait(*flight, 0)) return;
+      // Looked at; or, now and then, begun to be waited for and given up.
+      if (random_() % 4 == 0 && worker.take(*flight)) worker.hand_over(*flight);
+      if (!worker.poll(*flight)) return;
       check(index, tensor, rank.rounds_begun[tensor], *flight);
       flight = nullptr;
       while (worker.reap() != nullptr) {
@@ -108,6 +110,7 @@ class Script {
     request.input = request.output = buffer.data();
     request.count = count;
     request.priority = static_cast<std::int32_t>(random_() % 3);
+    request.driver = random_() % 2 == 0 ? Driver::kLoop : Driver::kLater;
     if (plan_.broadcast) {
       request.collective = Collective::kBroadcast;
       request.root = static_cast<std::uint32_t>(round) % job_.size();
