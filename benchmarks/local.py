@@ -48,6 +48,7 @@ class Measured:
 def work(libraries: frozenset[str], sizes: Sequence[int], rounds: int, batch_s: float) -> Measured:
     """In each rank: all measurements."""
     with joined(libraries) as others:
+        memory = _memory(TIMES_LARGER * max(sizes))  # first, before anything has grown
         sums = {}
         for size in sizes:
             count = size // 4
@@ -62,7 +63,7 @@ def work(libraries: frozenset[str], sizes: Sequence[int], rounds: int, batch_s: 
             sums[size] = take_turns(runners, rounds=rounds, batch_s=batch_s)
             del runners
         operations = take_turns(_operations(max(sizes)), rounds=rounds, batch_s=batch_s)
-        return Measured(sums, operations, _memory(TIMES_LARGER * max(sizes)))
+        return Measured(sums, operations, memory)
 
 
 def _operations(size: int) -> list[Contender]:

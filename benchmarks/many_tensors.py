@@ -134,9 +134,8 @@ def main() -> None:
 def draw(figure: Any, rows: list[Row]) -> None:
     """Bars by size."""
     axes = figure.subplots()
-    axes.set_yscale("log")
+    charts.times_on_y(axes, rows)
     charts.bars(axes, rows, lambda one: one.median, label=time_in_words, ylabel="time for all tensors")
-    axes.yaxis.set_major_formatter(lambda value, _: time_in_words(value))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ ALONE, BEHIND = "alone", "behind others"
 LARGE_BATCH_S = 0.0  # once a turn is enough
 PIECES = 16  # low-priority tensors
 LOW_TIMES, URGENT_PART = 4, 16  # all of them are 4 × the large size, the urgent one a 16th of it: 256 MiB and 4 MiB
-REPETITIONS = 3
+MEMORY_TIMES, REPETITIONS = 4, 3  # memory: of a buffer 4 × the large size, which is reduced three times
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,9 @@ class Unshaped:
 
 
 def work_unshaped(case: Case) -> Unshaped:
-    """In each rank: the turns of all contenders, and memory."""
+    """In each rank: memory, and the turns of all contenders."""
     with joined(case.libraries, "eth0") as others, _mesh(case) as mesh:
+        memory = _memory(MEMORY_TIMES * case.sizes[0])  # first, before anything has grown
         turns = {}
         for size in case.sizes:
             runners = [
@@ -151,7 +152,7 @@ def work_unshaped(case: Case) -> Unshaped:
             ]
             turns[size] = take_turns(runners, rounds=case.rounds)
             del runners
-        return Unshaped(turns, _memory(case.sizes[0]))
+        return Unshaped(turns, memory)
 
 
 def _memory(size: int) -> list[Resident]:
@@ -164,6 +165,7 @@ def _memory(size: int) -> list[Resident]:
         with Watch(before) as watch:
             commlib.push_pull_(buffer, name="memory", op=commlib.Sum)
         growth.append(watch.growth)
+    commlib.barrier()  # nobody goes on while another looks
     return growth
 
 
@@ -288,7 +290,7 @@ def _unshaped(options: Options, libraries: frozenset[str]) -> Iterator[Row]:
         rounds = {name: slowest(turns, name) for name in turns[0]}
         yield from rows_of(UNSHAPED, size_in_words(size), rounds, size=size, references=references)
     yield from _cpu_rows([rank.turns[sizes[0]] for rank in by_rank], sizes[0])
-    yield from _memory_rows([rank.memory for rank in by_rank], sizes[0])
+    yield from _memory_rows([rank.memory for rank in by_rank], MEMORY_TIMES * sizes[0])
 
 
 def _cpu_rows(turns: list[Turns], size: int) -> Iterator[Row]:

@@ -104,7 +104,7 @@ def _rows(section: str, number: int, by_rank: list[dict[int, Turns]]) -> Iterato
     for size in by_rank[0]:
         turns = [rank[size] for rank in by_rank]
         rounds = {name: slowest(turns, name) for name in turns[0]}
-        case = f"{number}, {size_in_words(size)}"
+        case = f"{number} {section.split()[0]}, {size_in_words(size)}"
         yield from rows_of(section, case, rounds, size=size, references={"× commlib": contenders.ARENA})
 
 
@@ -117,8 +117,9 @@ def draw(figure: Any, rows: list[Row]) -> None:
     for place, axes in enumerate(panels):
         section, size = sections[place // len(sizes)], sizes[place % len(sizes)]
         own = [one for one in rows if (one.section, one.size) == (section, size)]
-        charts.lines(axes, own, lambda one: int(one.case.partition(",")[0]), xlabel=section, tick=lambda n: f"{n:.0f}")
+        charts.lines(axes, own, lambda one: int(one.case.split()[0]), xlabel=section, tick=lambda n: f"{n:.0f}")
         axes.set_title(size_in_words(size), fontsize=10)
+    charts.one_legend(figure)
 
 
 if __name__ == "__main__":

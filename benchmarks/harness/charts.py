@@ -50,11 +50,9 @@ def lines(
         axes.fill_between(places, least, most, color=colour, alpha=0.12, linewidth=0)
     places = sorted({at(one) for one in rows})
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
     axes.set_xticks(places, [tick(place) for place in places])
-    axes.minorticks_off()
-    axes.yaxis.set_major_formatter(lambda value, _: time_in_words(value))
-    axes.set_xlabel(xlabel)
+    times_on_y(axes, rows)
+    axes.set_xlabel(xlabel, fontsize=9)
     _frame(axes)
 
 
@@ -81,8 +79,29 @@ def bars(
         axes.bar_label(drawn, texts, fontsize=7, padding=2, rotation=90 if crowded else 0)
     axes.set_xticks(range(len(groups)), groups)
     axes.margins(y=0.18)
-    axes.set_ylabel(ylabel)
+    axes.set_ylabel(ylabel, fontsize=9)
     _frame(axes)
+
+
+def times_on_y(axes: Any, rows: Sequence[Row]) -> None:
+    """A logarithmic axis of times, with a few more ticks where it spans little."""
+    from matplotlib.ticker import LogLocator
+
+    seconds = [value for one in rows for value in one.rounds]
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1,) if max(seconds) > 100 * min(seconds) else (1, 2, 5)))
+    axes.yaxis.set_major_formatter(lambda value, _: time_in_words(value))
+    axes.minorticks_off()
+
+
+def one_legend(figure: Any) -> None:
+    """In place of those of all panels, which show the same."""
+    shown: dict[str, Any] = {}
+    for axes in figure.axes:
+        handles, labels = axes.get_legend_handles_labels()
+        shown |= dict(zip(labels, handles, strict=True))
+        axes.get_legend().remove()
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=len(shown), frameon=False, fontsize=8)
 
 
 def _frame(axes: Any) -> None:
