@@ -9,6 +9,7 @@ The sizes are those of one tensor. What is reported is the time until the last o
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -136,6 +137,7 @@ def draw(figure: Any, rows: list[Row]) -> None:
     axes = figure.subplots()
     charts.times_on_y(axes, rows)
     charts.bars(axes, rows, lambda one: one.median, label=time_in_words, ylabel="time for all tensors")
+    axes.set_ylim(bottom=10 ** math.floor(math.log10(min(one.median for one in rows))))  # bars of some height
 
 
 if __name__ == "__main__":
