@@ -31,9 +31,9 @@ from harness.group import HOST, Layout, call
 from harness.libraries import GLOO, joined, present, what_is_missing
 from harness.memory import Resident, Watch
 from harness.options import NotHereError, Options, listed, read_options, run_script
-from harness.raw_tcp import Mesh, least_seconds, two_hop_traffic
+from harness.raw_tcp import PORT, Mesh, least_seconds, two_hop_traffic
 from harness.report import Report, Row, row, rows_of
-from harness.sizes import KIB, MIB, size_in_words
+from harness.sizes import KIB, MIB, size_in_words, time_in_words
 from harness.turns import Contender, Turns, cpu_of_all, slowest, take_turns
 from tests import lab
 
@@ -74,24 +74,21 @@ class Case:
 
 
 @contextlib.contextmanager
-def _mesh(case: Case) -> Iterator[Mesh | None]:
-    """Plain connections between all hosts; on each host one process has them."""
-    if commlib.local_rank() != 0:
+def _mesh(addresses: Sequence[str], port: int = PORT) -> Iterator[Mesh | None]:
+    """Plain connections between all hosts with these addresses; on each of them one process has them."""
+    host = commlib.node_rank()
+    if commlib.local_rank() != 0 or host >= len(addresses):
         yield None
         return
-    mesh = Mesh(commlib.node_rank(), case.addresses)
-    try:
+    with contextlib.closing(Mesh(host, addresses, port)) as mesh:
         yield mesh
-    finally:
-        mesh.close()
 
 
 def serve(case: Case) -> None:
     """Beside a server: take part in the exchanges of plain sockets, while there are any."""
     index = int(os.environ[HOST])
-    mesh = Mesh(index, case.addresses)
-    mesh.serve(case.traffic(case.sizes[0])[index], teller=0)
-    mesh.close()
+    with contextlib.closing(Mesh(index, case.addresses)) as mesh:
+        mesh.serve(case.traffic(case.sizes[0])[index], teller=0)
 
 
 def _same_traffic(mesh: Mesh | None, case: Case, size: int) -> Contender:
@@ -104,12 +101,13 @@ def _same_traffic(mesh: Mesh | None, case: Case, size: int) -> Contender:
     return Contender(SAME_TRAFFIC, lambda: mesh.exchange(row, told))
 
 
-def _one_stream(mesh: Mesh | None, case: Case, size: int) -> Contender:
-    """Half of `size` between hosts 0 and 1, each way at once, on one connection."""
-    if mesh is None or mesh.index > 1:
+def _one_stream(mesh: Mesh | None, size: int) -> Contender:
+    """`size` bytes between hosts 0 and 1, each way at once, on one connection that carries nothing else: TCP
+    remembers what a connection has got when it had to share the link.
+    """
+    if mesh is None:
         return Contender(STREAM, lambda: None)
-    row = [0.0] * len(case.addresses)
-    row[1 - mesh.index] = size / 2
+    row = (0, size) if mesh.index == 0 else (size, 0)
     return Contender(STREAM, lambda: mesh.exchange(row))
 
 
@@ -120,10 +118,14 @@ def _named(name: str, contender: Contender) -> Contender:
 def work_shaped(case: Case) -> Turns:
     """In each rank: the turns of all contenders."""
     size = case.sizes[0]
-    with joined(case.libraries, "eth0") as others, _mesh(case) as mesh:
+    with (
+        joined(case.libraries, "eth0") as others,
+        _mesh(case.addresses) as mesh,
+        _mesh(case.addresses[:2], PORT + 1) as pair,
+    ):
         runners = [
             _named(COMMLIB, contenders.in_arena(size // 4)),
-            _one_stream(mesh, case, size),
+            _one_stream(pair, size),
             _same_traffic(mesh, case, size),
             *contenders.of_gloo(others, size // 4),
         ]
@@ -140,7 +142,7 @@ class Unshaped:
 
 def work_unshaped(case: Case) -> Unshaped:
     """In each rank: memory, and the turns of all contenders."""
-    with joined(case.libraries, "eth0") as others, _mesh(case) as mesh:
+    with joined(case.libraries, "eth0") as others, _mesh(case.addresses) as mesh:
         memory = _memory(MEMORY_TIMES * case.sizes[0])  # first, before anything has grown
         turns = {}
         for size in case.sizes:
@@ -267,7 +269,7 @@ def _shaped(options: Options, libraries: frozenset[str]) -> Iterator[Row]:
 
 def _shaped_rows(layout: Layout, size: int, by_rank: list[Turns]) -> Iterator[Row]:
     rounds = {name: slowest(by_rank, name) for name in by_rank[0]}
-    goodput = [size / 2 / seconds for seconds in rounds.pop(STREAM)]
+    goodput = [size / seconds for seconds in rounds.pop(STREAM)]
     rounds[OPTIMUM] = [least_seconds(layout.hosts, layout.servers, size, rate) for rate in goodput]
     title = f"{layout.hosts} hosts"
     title += f", {layout.servers} server{'s' * (layout.servers > 1)}" if layout.servers else ""
@@ -337,23 +339,25 @@ def draw(figure: Any, rows: list[Row]) -> None:
         (chosen, title)
         for chosen, title in (
             (shaped, f"{size_in_words(largest)}, {SHAPED}"),
-            (rest, f"{size_in_words(largest)}, {UNSHAPED}"),
-            ([one for one in rows if one.section == PRIORITY], PRIORITY),
+            (rest, f"{size_in_words(largest)}\n{UNSHAPED}"),
+            ([one for one in rows if one.section == PRIORITY], PRIORITY.replace(": ", "\n")),
         )
         if chosen
     ]
-    widths = [1 + len({one.case for one in chosen}) for chosen, _ in panels]
+    widths = [2 + len({one.case for one in chosen}) for chosen, _ in panels]
     drawn = figure.subplots(1, len(panels), squeeze=False, width_ratios=widths)[0]
     for axes, (chosen, title) in zip(drawn, panels, strict=True):
         charts.bars(
             axes,
             chosen,
             lambda one: one.median,
-            label=lambda seconds: f"{seconds:.3g}",
-            ylabel="seconds",
+            label=time_in_words,
+            ylabel="",
             group=lambda one: one.case.replace(", ", "\n"),
         )
+        axes.yaxis.set_major_formatter(lambda seconds, _: time_in_words(seconds) if seconds else "0")
         axes.set_title(title, fontsize=9)
+    charts.one_legend(figure)
 
 
 if __name__ == "__main__":

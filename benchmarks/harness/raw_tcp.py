@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Sequence
 
-PORT = 7077  # on hosts of a lab, where nobody else is
+PORT = 7077  # and those that follow, on hosts of a lab, where nobody else is
 _CHUNK = 1 << 20
 _AT_ONCE = 64 << 10  # to each peer; that much fits into the buffers of the connections
 _CONNECT_S = 60.0
@@ -43,17 +43,19 @@ def least_seconds(hosts: int, servers: int, size: int, bytes_per_s: float) -> fl
 
 
 class Mesh:
-    """One host's connections to all others. Making one blocks until all others do the same."""
+    """One host's connections to all others. Making one blocks until all others do the same; where there are several,
+    each has a port of its own.
+    """
 
-    def __init__(self, index: int, addresses: Sequence[str]) -> None:
+    def __init__(self, index: int, addresses: Sequence[str], port: int = PORT) -> None:
         self.index = index
         self._peers: dict[int, socket.socket] = {}
         self._outgoing = memoryview(bytes(_CHUNK))
         self._incoming = memoryview(bytearray(_CHUNK))
         deadline = time.monotonic() + _CONNECT_S
-        with socket.create_server((addresses[index], PORT), backlog=len(addresses)) as listener:
+        with socket.create_server((addresses[index], port), backlog=len(addresses)) as listener:
             for other in range(index):
-                self._peers[other] = _connect(addresses[other], index, deadline)
+                self._peers[other] = _connect((addresses[other], port), index, deadline)
             for _ in range(index + 1, len(addresses)):
                 listener.settimeout(max(0.0, deadline - time.monotonic()))
                 peer, _ = listener.accept()
@@ -117,11 +119,11 @@ class Mesh:
                         selector.modify(peer, left, other)
 
 
-def _connect(address: str, index: int, deadline: float) -> socket.socket:
+def _connect(address: tuple[str, int], index: int, deadline: float) -> socket.socket:
     """A connection to a host that may not listen yet."""
     while True:
         try:
-            peer = socket.create_connection((address, PORT), timeout=max(0.1, deadline - time.monotonic()))
+            peer = socket.create_connection(address, timeout=max(0.1, deadline - time.monotonic()))
         except ConnectionRefusedError:
             if time.monotonic() > deadline:
                 raise
