@@ -49,7 +49,6 @@ CPU, RAW_CPU = "CPU time of both hosts", f"{SAME_TRAFFIC} + 2 × memcpy"
 PRIORITY, MEMORY = f"2 hosts, {RATE_IN_WORDS}: an urgent tensor", "2 hosts: memory"
 ALONE, BEHIND = "alone", "behind others"
 
-LARGE_BATCH_S = 0.0  # once a turn is enough
 PIECES = 16  # low-priority tensors
 LOW_TIMES, URGENT_PART = 4, 16  # all of them are 4 × the large size, the urgent one a 16th of it: 256 MiB and 4 MiB
 MEMORY_TIMES, REPETITIONS = 4, 3  # memory: of a buffer 4 × the large size, which is reduced three times
@@ -129,7 +128,7 @@ def work_shaped(case: Case) -> Turns:
             _same_traffic(mesh, case, size),
             *contenders.of_gloo(others, size // 4),
         ]
-        return take_turns(runners, rounds=case.rounds, batch_s=LARGE_BATCH_S, warm_up=1)
+        return take_turns(runners, rounds=case.rounds, batch_s=0, warm_up=1)
 
 
 @dataclass(frozen=True)
@@ -226,7 +225,7 @@ def _more_options(parser: argparse.ArgumentParser) -> None:
 
 def main() -> None:
     """Measure, and show."""
-    options = read_options(__doc__ or "", sizes=SIZES, quick_sizes=QUICK_SIZES, rounds=(5, 7), more=_more_options)
+    options = read_options(__doc__ or "", sizes=SIZES, quick_sizes=QUICK_SIZES, rounds=(5, 5), more=_more_options)
     problem = lab.what_is_missing()
     if problem is not None:
         raise NotHereError(f"several hosts cannot be made: {problem}")
@@ -242,7 +241,7 @@ def main() -> None:
         "Times are medians over the rounds of the slowest rank, of sums of float32 in place (commlib: in its arena).",
         f"Optimum: 2n(n−1)M/((n²+kn−2k)B) for n hosts, k servers, M bytes; B is the goodput of {STREAM}, both ways at "
         f"once, in the same round. {SAME_TRAFFIC}: what each host sends to each in that exchange, all at once over "
-        "plain sockets, and dropped.",
+        "plain sockets, and dropped; connections that share a link do so unequally, so it may take longer than a sum.",
         "CPU time is user and system of all threads of both ranks; the scheduler, which rests, is not counted. Memory: "
         "the most that is there more than before; anonymous is RssAnon, pages of the arena are blocks of the memfd; "
         "the buffer itself was there before.",

@@ -51,9 +51,9 @@ def read_options(
 ) -> Options:
     """Read the command line. `rounds`: how many there are, with --quick and without; `more` adds a script's options."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, smaller sizes")
     parser.add_argument("--sizes", type=listed(byte_count), help="such as 4KiB,64MiB")
-    parser.add_argument("--rounds", type=positive, help=f"default: {rounds[1]}, and {rounds[0]} with --quick")
+    parser.add_argument("--rounds", type=positive, help="default: {1}, and {0} with --quick".format(*rounds))
     parser.add_argument("--without", choices=_LIBRARIES, action="append", default=[], help="leave a library out")
     parser.add_argument("--json", type=writable, metavar="FILE", help="write everything that was measured there")
     parser.add_argument("--png", type=writable, metavar="FILE", help="draw it there")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What plain sockets can do: hosts, connected each with each, that send each other given numbers of bytes all at once.
 
-No byte waits for another one, and what arrives is dropped: no exchange of that many bytes can be faster on these links.
+No byte waits for another one, and what arrives is dropped. It is no lower bound: connections that share a link do not
+share it equally, so that the last one ends late.
 """
 
 from __future__ import annotations
