@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from commlib.control.addresses import is_loopback, join_address, split_address
+from commlib.control.congestion import AUTO
 from commlib.control.launchers import Place, find_place
 from commlib.control.values import byte_count, flag, log_level, seconds, whole_number
 from commlib.errors import ConfigError
@@ -45,6 +46,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "partition_bytes": ("COMMLIB_PARTITION_BYTES", byte_count),
     "credit_bytes": ("COMMLIB_CREDIT_BYTES", byte_count),
     "streams": ("COMMLIB_STREAMS", whole_number),
+    "congestion": ("COMMLIB_CONGESTION", lambda text: text.lower()),
     "arena_bytes": ("COMMLIB_ARENA_BYTES", byte_count),
     "local_route": ("COMMLIB_LOCAL_ROUTE", lambda text: text.lower()),
     "stall_warning_s": ("COMMLIB_STALL_WARNING_S", seconds),
@@ -96,7 +98,8 @@ class Config:
     secret: str | None = field(default=None, repr=False)  # None: ~/.commlib/secret
     partition_bytes: int = DEFAULT_PARTITION_BYTES
     credit_bytes: int = DEFAULT_CREDIT_BYTES
-    streams: int = 1  # connections per pair of hosts
+    streams: int = 1  # connections per pair of hosts; see commlib/control/bootstrap.py for those with servers
+    congestion: str = AUTO  # TCP congestion control between hosts: a name of the kernel's, "system", or "auto"
     arena_bytes: int = field(default_factory=physical_memory_bytes)
     local_route: str = "auto"
     stall_warning_s: float = 60.0  # 0: never
@@ -305,6 +308,10 @@ _LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a multiple of 64 KiB, 64 KiB to 1 GiB",
     ),
     "streams": (lambda v: 1 <= v <= 64, "1 to 64"),
+    "congestion": (
+        lambda v: re.fullmatch(r"[a-z0-9_-]{1,15}", v) is not None,
+        'the name of a TCP congestion control, as "cubic", or "system", or "auto"',
+    ),
     "arena_bytes": (lambda v: MIB <= v <= 1 << 46, "1 MiB to 64 TiB"),
     "local_route": (lambda v: v in LOCAL_ROUTES, "one of " + ", ".join(LOCAL_ROUTES)),
     "role": (lambda v: v in ROLES, "one of " + ", ".join(ROLES)),

@@ -259,6 +259,27 @@ def _scheduler() -> _Results:
     yield verdict, "; ".join(f"{address} {words.get(state, state)}" for address, state in states.items())
 
 
+def _congestion() -> _Results:
+    from commlib.control.congestion import AUTO, congestion_control_of, set_congestion_control
+    from commlib.errors import ConfigError
+
+    wanted = os.environ.get("COMMLIB_CONGESTION", "").lower() or AUTO
+    with socket.socket() as probe:
+        system = congestion_control_of(probe)
+        try:
+            set_congestion_control(probe, wanted)
+        except ConfigError as error:
+            yield "missing", str(error)
+            return
+        used = congestion_control_of(probe)
+    if used == system:
+        yield "good", f"{used}, which is the system's"
+    elif wanted == AUTO:
+        yield "good", f"{used}; the system's is {system}, with which many connections share a link badly"
+    else:
+        yield "good", f"{used}, as COMMLIB_CONGESTION says; the system's is {system}"
+
+
 def _port_state(host: str, port: int) -> str:
     import errno
 
@@ -350,7 +371,7 @@ _AREAS: dict[str, dict[str, Callable[[], _Results]]] = {
         "pidfd": _pidfd,
         "process_vm_readv": _other_memory,
     },
-    "Between hosts": {"scheduler": _scheduler},
+    "Between hosts": {"scheduler": _scheduler, "congestion control": _congestion},
     "Frameworks": {
         "NumPy": _package("numpy"),
         "PyTorch": _package("torch"),
