@@ -103,7 +103,7 @@ cdef int op_number(object op) except -1:
 
 
 @cython.final
-@cython.no_gc_clear  # the memory must outlive whoever still reads it, also in a reference cycle
+@cython.no_gc  # the memory must outlive whoever still reads it, also in a reference cycle; only operations hold one
 cdef class Buffer:
     """Somebody's contiguous CPU memory, held from creation to destruction: it cannot be moved or freed meanwhile."""
 
@@ -112,7 +112,9 @@ cdef class Buffer:
     cdef void* data
     cdef uint64_t count
     cdef int dtype
-    cdef tuple shape
+    cdef int ndim
+    cdef const int64_t* dims  # the shape, where it lies: in the view, in DLPack's tensor, or in `given`
+    cdef vector[int64_t] given
     cdef object owner  # whose memory it is, or what the caller says keeps it alive
     cdef object capsule  # of DLPack
     cdef Buffer target  # of the operation whose source this is: held for as long
@@ -149,9 +151,29 @@ cdef class Buffer:
         self.data = <void*>address
         self.count = count
         self.dtype = dtype
-        self.shape = (count,)
+        self.give_shape((count,))
         self.owner = owner
         return self
+
+    cdef int give_shape(self, object shape) except -1:
+        self.given.clear()
+        for dim in shape:
+            self.given.push_back(dim)
+        self.ndim = <int>self.given.size()
+        self.dims = self.given.data()
+        return 0
+
+    cdef tuple shape(self):
+        return tuple([self.dims[i] for i in range(self.ndim)])
+
+    cdef bint has_shape(self, const vector[int64_t]& shape):
+        cdef int i
+        if <size_t>self.ndim != shape.size():
+            return False
+        for i in range(self.ndim):
+            if self.dims[i] != shape[i]:
+                return False
+        return True
 
     cdef int take_buffer(self, object tensor, bint writable) except -1:
         cdef int flags = PyBUF_FORMAT | PyBUF_ND | PyBUF_C_CONTIGUOUS | (PyBUF_WRITABLE if writable else 0)
@@ -174,8 +196,8 @@ cdef class Buffer:
             raise _unsupported_dtype(getattr(tensor, "dtype", None) or self.view.format.decode("ascii", "replace"))
         self.data = self.view.buf
         self.count = self.view.len // self.view.itemsize
-        cdef int i
-        self.shape = tuple([self.view.shape[i] for i in range(self.view.ndim)])
+        self.ndim = self.view.ndim
+        self.dims = <const int64_t*>self.view.shape  # Py_ssize_t has 64 bits wherever commlib runs
         return 0
 
     cdef object why_refused(self, object tensor, bint writable, object error):
@@ -221,7 +243,8 @@ cdef class Buffer:
             self.count *= <uint64_t>dl.shape[i]
         if not contiguous and self.count != 0:
             raise errors.UnsupportedError("the tensor is not C-contiguous; pass a contiguous copy")
-        self.shape = tuple([dl.shape[i] for i in range(dl.ndim)])
+        self.ndim = dl.ndim
+        self.dims = dl.shape
         self.data = <char*>dl.data + dl.byte_offset
         return 0
 
@@ -274,28 +297,31 @@ cdef class Key:
     cdef shared_ptr[CppKeyRecord] record
     cdef shared_ptr[CppOperation] last
     cdef int collective, op, dtype, root
-    cdef tuple shape
+    cdef vector[int64_t] shape
     cdef str compression
-    cdef uint64_t hash
+    cdef uint64_t hash  # of the signature
     cdef list history  # (first round, signature): enough to explain a recent mismatch
 
-    cdef uint64_t agree(self, object session, int collective, int op, int dtype, int root, tuple shape,
-                        str compression):
-        """The hash of the signature, computed when it is another than last time. Only by who has taken the key."""
-        if (self.history is not None and collective == self.collective and op == self.op and dtype == self.dtype
-                and root == self.root and shape == self.shape and compression == self.compression):
-            return self.hash
+    cdef bint says(self, int collective, int op, Buffer buffer, int root, str compression):
+        """Is this what was said last time?"""
+        return (self.history is not None and collective == self.collective and op == self.op
+                and buffer.dtype == self.dtype and root == self.root and buffer.has_shape(self.shape)
+                and (compression is self.compression or compression == self.compression))
+
+    cdef int say(self, object session, int collective, int op, Buffer buffer, int root, str compression) except -1:
+        """Another signature from now on. Only by who has taken the key."""
         signature = (COLLECTIVE_NAMES[collective], OP_NAMES[op] if collective == kReduce else "",
-                     DTYPE_NAMES[dtype], shape, root if collective == kBroadcast else None, compression)
+                     DTYPE_NAMES[buffer.dtype], buffer.shape(), root if collective == kBroadcast else None, compression)
         # All that can raise, if only because a signal comes, is done before anything is changed: a new signature with
         # the old hash would be taken for agreement.
         cdef uint64_t new_hash = session.hash_of(signature)
         cdef list history = [] if self.history is None else self.history[-7:]
         history.append((self.record.get().rounds() + 1, signature))
         self.hash, self.history = new_hash, history
-        self.collective, self.op, self.dtype, self.root = collective, op, dtype, root
-        self.shape, self.compression = shape, compression
-        return new_hash
+        self.collective, self.op, self.dtype, self.root = collective, op, buffer.dtype, root
+        self.shape.assign(buffer.dims, buffer.dims + buffer.ndim)
+        self.compression = compression
+        return 0
 
 
 @cython.final
@@ -516,7 +542,7 @@ cdef class Worker:
             source.target = Buffer.at(<uintptr_t>out_ptr, count, number, owner)
             check_target(source, source.target)
         if shape is not None:
-            source.shape = tuple(shape)
+            source.give_shape(shape)
         return self.begin(source, owner, name, kReduce, which, 0, priority, compression)
 
     def broadcast(self, tensor, int root, name, int priority, timeout):
@@ -529,7 +555,7 @@ cdef class Worker:
         self.check_root(root)
         cdef Buffer buffer = Buffer.at(ptr, count, dtype_number(dtype), owner)
         if shape is not None:
-            buffer.shape = tuple(shape)
+            buffer.give_shape(shape)
         return self.begin(buffer, owner, name, kBroadcast, kSum, root, priority, "")
 
     def barrier(self, timeout):
@@ -548,7 +574,7 @@ cdef class Worker:
             raise errors.UnsupportedError(NO_BOOL_AVERAGE)
         if not in_place:
             if out is None:
-                out = self.session.empty_for(tensor, source.shape, DTYPE_NAMES[source.dtype])
+                out = self.session.empty_for(tensor, source.shape(), DTYPE_NAMES[source.dtype])
             source.target = Buffer.of(out, True)
             check_target(source, source.target)
         return source
@@ -607,66 +633,89 @@ cdef class Worker:
 
     cdef Key submit(self, Buffer source, name, int collective, int op, int root, int priority, str compression,
                     Driver driver, shared_ptr[CppOperation]* operation):
-        cdef Key key = None
+        cdef Key key = self.take_key(name, collective, source.nbytes())
         cdef Request request
-        cdef Errc code = Errc.kInternal
-        cdef Buffer target = source if source.target is None else source.target
-        try:
-            key = self.take_key(name, collective, source.nbytes())
-            request.hash = key.agree(self.session, collective, op, source.dtype, root, source.shape, compression)
-            request.key = key.record
-            request.collective = <Collective>collective
-            request.op = <ReduceOp>op
-            request.dtype = <DType>source.dtype
-            request.root = root
-            request.priority = priority
-            request.input = source.data
-            request.output = target.data
-            request.count = source.count
-            request.custody = <void*>source
-            request.driver = driver
-            # The core's reference, given back by reap().
-            Py_INCREF(source)
-            if source.nbytes() <= kBriefBytes:  # sooner over than the GIL given and taken
+        cdef Errc code
+        if not key.says(collective, op, source, root, compression):
+            self.say(key, name is None, collective, op, source, root, compression)
+        request.hash = key.hash
+        request.key = key.record
+        request.collective = <Collective>collective
+        request.op = <ReduceOp>op
+        request.dtype = <DType>source.dtype
+        request.root = root
+        request.priority = priority
+        request.input = source.data
+        request.output = source.data if source.target is None else source.target.data
+        request.count = source.count
+        request.custody = <void*>source
+        request.driver = driver
+        # The core's reference, given back by reap().
+        Py_INCREF(source)
+        if source.nbytes() <= kBriefBytes:  # sooner over than the GIL given and taken
+            code = self.core.submit(request, operation)
+        else:
+            with nogil:
                 code = self.core.submit(request, operation)
-            else:
-                with nogil:
-                    code = self.core.submit(request, operation)
-            if code != Errc.kOk:
-                Py_DECREF(source)
-                raise self.session.refusal(<int>code, name)
-        finally:
-            if code != Errc.kOk:
-                if key is not None:
-                    key.record.get().give_back()
-                if name is None:
-                    self.unnamed[collective] -= 1  # it has not taken part
+        if code != Errc.kOk:
+            Py_DECREF(source)
+            self.give_back(key, name is None, collective)
+            raise self.session.refusal(<int>code, name)
         key.last = operation[0]
         return key
+
+    cdef int give_back(self, Key key, bint is_unnamed, int collective) except -1:
+        """The key has been taken, and nothing comes of it."""
+        key.record.get().give_back()
+        if is_unnamed:
+            self.unnamed[collective] -= 1  # it has not taken part
+        return 0
+
+    cdef int say(self, Key key, bint is_unnamed, int collective, int op, Buffer buffer, int root,
+                 str compression) except -1:
+        try:
+            key.say(self.session, collective, op, buffer, root, compression)
+        except BaseException:
+            self.give_back(key, is_unnamed, collective)
+            raise
+        return 0
 
     cdef Key take_key(self, name, int collective, uint64_t nbytes):
         """The key, taken, with rows enough."""
         cdef Key key = self.unnamed_key(collective) if name is None else self.named_key(name, nbytes)
-        cdef bint is_taken = key.record.get().try_take()
-        if not is_taken and key.last.get() != NULL:
-            self.core.poll(key.last.get()[0])  # it may be over, and nobody has looked
-            is_taken = key.record.get().try_take()
-        while not is_taken:
+        cdef uint64_t rows = 1 if nbytes <= self.partition_bytes else (nbytes - 1) // self.partition_bytes + 1
+        if not key.record.get().try_take():
+            self.await_key(key, collective)
+        if key.record.get().rows() < rows:
+            self.declare_more(key, collective, nbytes)
+        return key
+
+    cdef int await_key(self, Key key, int collective) except -1:
+        """Take a key that is in flight: it may be over, and nobody has looked; else only an unnamed one is waited for."""
+        if key.last.get() != NULL:
+            self.core.poll(key.last.get()[0])
+        while not key.record.get().try_take():
             if key.is_named:
                 raise errors.DuplicateNameError(
-                    f'"{name}" is in flight already: wait for it first, or give each tensor a name of its own'
+                    f'"{key.name}" is in flight already: wait for it first, or give each tensor a name of its own'
                 )
             # The same key, 1,024 operations ago; all ranks are here in the same order, so it will end.
-            self.join(key)
-            is_taken = key.record.get().try_take()
+            try:
+                self.join(key)
+            except BaseException:
+                self.unnamed[collective] -= 1
+                raise
+        return 0
+
+    cdef int declare_more(self, Key key, int collective, uint64_t nbytes) except -1:
+        """More rows, for a tensor larger than all before under this name."""
         try:
-            if key.record.get().rows() < (nbytes + self.partition_bytes - 1) // self.partition_bytes:
-                place = self.session.declare(key.name, nbytes)
-                self.set_extents(key, place[0], place[1], place[2])
+            place = self.session.declare(key.name, nbytes)
+            self.set_extents(key, place[0], place[1], place[2])
         except BaseException:
-            key.record.get().give_back()
+            self.give_back(key, not key.is_named, collective)
             raise
-        return key
+        return 0
 
     cdef Key named_key(self, name, uint64_t nbytes):
         cdef Key key = self.keys.get(name)
@@ -824,10 +873,10 @@ cdef list take_log_of(CppWorker* worker, CppServer* server):
 
 
 cdef int check_target(Buffer source, Buffer target) except -1:
-    if target.dtype != source.dtype or target.shape != source.shape:
+    if target.dtype != source.dtype or target.shape() != source.shape():
         raise ValueError(
-            f"out is {DTYPE_NAMES[target.dtype]} of shape {target.shape}, the tensor is "
-            f"{DTYPE_NAMES[source.dtype]} of shape {source.shape}"
+            f"out is {DTYPE_NAMES[target.dtype]} of shape {target.shape()}, the tensor is "
+            f"{DTYPE_NAMES[source.dtype]} of shape {source.shape()}"
         )
     cdef char* a = <char*>source.data
     cdef char* b = <char*>target.data

@@ -146,7 +146,7 @@ cdef extern from "commlib/commlib.hpp" namespace "commlib" nogil:
         @staticmethod
         size_t table_bytes(uint32_t local_size) noexcept
 
-        Errc submit(const Request& request, shared_ptr[CppOperation]* operation) except +translate
+        Errc submit(const Request& request, shared_ptr[CppOperation]* operation) noexcept
         bool poll(CppOperation& operation) noexcept
         bool take(CppOperation& operation) noexcept
         bool drive(CppOperation& operation, int timeout_ms) noexcept

@@ -197,14 +197,14 @@ def push_pull(
     PeerLostError when a member is lost, OperationTimeout (the operation stays in flight), UnsupportedError for a
     dtype, layout or device that cannot be moved, NotInitializedError.
     """
-    return session().worker.push_pull_now(tensor, name, op, out, False, priority, timeout)
+    return (_session or session()).worker.push_pull_now(tensor, name, op, out, False, priority, timeout)
 
 
 def push_pull_(
     tensor: T, *, name: str | None = None, op: int = Average, priority: int = 0, timeout: float | None = None
 ) -> T:
     """As :func:`push_pull`, in place: `tensor`, which must be writable, gets the result and is returned."""
-    result: T = session().worker.push_pull_now(tensor, name, op, None, True, priority, timeout)
+    result: T = (_session or session()).worker.push_pull_now(tensor, name, op, None, True, priority, timeout)
     return result
 
 
@@ -215,12 +215,12 @@ def push_pull_async(
 
     Blocks only for the first use of a name (one round trip to the scheduler; it does not wait for other ranks).
     """
-    return session().worker.push_pull(tensor, name, op, out, False, priority)
+    return (_session or session()).worker.push_pull(tensor, name, op, out, False, priority)
 
 
 def push_pull_async_(tensor: Any, *, name: str | None = None, op: int = Average, priority: int = 0) -> Handle:
     """As :func:`push_pull_async`, in place: the handle's result is `tensor`."""
-    return session().worker.push_pull(tensor, name, op, None, True, priority)
+    return (_session or session()).worker.push_pull(tensor, name, op, None, True, priority)
 
 
 def push_pull_ptr(

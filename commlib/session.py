@@ -190,6 +190,7 @@ class Session:
             return self.failure(code, NOBODY, name or "", 0)
         text = {
             errors.Code.NOT_INITIALIZED: FORKED,
+            errors.Code.OUT_OF_MEMORY: "there is no memory for another operation",
             errors.Code.UNSUPPORTED: "COMMLIB_LOCAL_ROUTE=arena takes only memory made by commlib.empty() or zeros()",
         }.get(errors.Code(code), f"the operation was refused with code {code}")
         return errors.from_code(code, text)

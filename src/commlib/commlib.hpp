@@ -84,9 +84,9 @@ class Worker {
   [[nodiscard]] static std::size_t table_bytes(std::uint32_t local_size) noexcept;
 
   // Any thread. kOk: `*operation` is in flight, its custody held until reaped; its name is free again when it completes.
-  // kPeerLost, kShutDown, kUnsupported, kNotInitialized (in a forked child), kInternal (the key has too few rows): nothing
-  // has happened, and the key is still taken.
-  [[nodiscard]] Errc submit(const Request& request, std::shared_ptr<Operation>* operation);
+  // kPeerLost, kShutDown, kUnsupported, kNotInitialized (in a forked child), kInternal (the key has too few rows),
+  // kOutOfMemory: nothing has happened, and the key is still taken.
+  [[nodiscard]] Errc submit(const Request& request, std::shared_ptr<Operation>* operation) noexcept;
   // Is it done? Looks, if it is one that is looked at later and nobody else is looking.
   [[nodiscard]] bool poll(Operation& operation) noexcept;
   // Of one that is looked at later: true if the calling thread is from now on the one that carries it out, by `drive`

@@ -45,7 +45,7 @@ struct Worker::State : private ForkGuard::Member {
   explicit State(WorkerOptions given);
   ~State() override;
 
-  Errc submit(const Request& request, std::shared_ptr<Operation>* out);
+  Errc submit(const Request& request, std::shared_ptr<Operation>* out) noexcept;
   bool poll(Operation& operation) noexcept;
   bool take(Operation& operation) noexcept;
   bool drive(Operation& operation, int timeout_ms) noexcept;
@@ -289,7 +289,7 @@ void Worker::State::stage_at_submission(PartTask& task, Row::Arrival* arrival) {
   arrival->input = arrival->output = Place::in_arena(options.local_rank, task.staging);
 }
 
-Errc Worker::State::submit(const Request& request, std::shared_ptr<Operation>* out) {
+Errc Worker::State::submit(const Request& request, std::shared_ptr<Operation>* out) noexcept {
   if (is_forked) return Errc::kNotInitialized;
   const Inside inside(*this);
   if (closing.load(std::memory_order_seq_cst)) return Errc::kShutDown;
@@ -301,8 +301,13 @@ Errc Worker::State::submit(const Request& request, std::shared_ptr<Operation>* o
       !(is_in_arena(request.input, request.count * item) && is_in_arena(request.output, request.count * item))) {
     return Errc::kUnsupported;
   }
-  auto operation = std::make_shared<Operation>();
-  operation->parts = std::make_unique<PartTask[]>(parts);
+  std::shared_ptr<Operation> operation;
+  try {
+    operation = std::make_shared<Operation>();
+    operation->parts = std::make_unique<PartTask[]>(parts);
+  } catch (const std::bad_alloc&) {
+    return Errc::kOutOfMemory;
+  }
   operation->key = request.key;
   operation->round = request.key->round.fetch_add(1, std::memory_order_relaxed) + 1;
   operation->hash = request.hash;
@@ -426,7 +431,7 @@ bool Worker::State::sit_down(Operation& operation) noexcept {
     return false;
   }
   // See ReadyTable::announce: who has not seen the slot changed the row before we look at it again.
-  (void)task.row.entry(options.local_rank).caller.exchange(operation.caller_slot, std::memory_order_acq_rel);
+  (void)task.row.entry(options.local_rank).caller.exchange(operation.caller_slot, std::memory_order_seq_cst);
   return true;
 }
 
@@ -463,7 +468,7 @@ bool Worker::State::drive(Operation& operation, int timeout_ms) noexcept {
 void Worker::State::let_loop(PartTask& task) noexcept {
   const RowIndex row = task.row_index;
   // See ReadyTable::announce: who has not seen the 0 changed the row before the loop looks at it.
-  (void)task.row.entry(options.local_rank).caller.exchange(0, std::memory_order_acq_rel);
+  (void)task.row.entry(options.local_rank).caller.exchange(0, std::memory_order_seq_cst);
   task.holder.store(Holder::kLoop, std::memory_order_release);
   table.post(row, options.local_rank);
 }
@@ -548,7 +553,7 @@ Worker::~Worker() {
 }
 
 std::size_t Worker::table_bytes(std::uint32_t local_size) noexcept { return ReadyTable::bytes_needed(local_size); }
-Errc Worker::submit(const Request& request, std::shared_ptr<Operation>* operation) {
+Errc Worker::submit(const Request& request, std::shared_ptr<Operation>* operation) noexcept {
   return state_->submit(request, operation);
 }
 bool Worker::poll(Operation& operation) noexcept { return state_->poll(operation); }

@@ -58,7 +58,7 @@ int LocalLoop::do_work() {
     if (task == nullptr) continue;
     // What nobody held is from here on told to this loop; see ReadyTable::announce.
     std::atomic<std::uint32_t>& caller = task->row.entry(context_.local_rank).caller;
-    if (caller.load(std::memory_order_relaxed) == kLooksLater) caller.exchange(0, std::memory_order_acq_rel);
+    if (caller.load(std::memory_order_relaxed) == kLooksLater) caller.exchange(0, std::memory_order_seq_cst);
     (void)progress(context_, *task);
   }
   return done;

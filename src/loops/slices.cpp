@@ -14,8 +14,12 @@ namespace commlib {
 
 namespace {
 
-constexpr std::size_t kBlockBytes = 64 * 1024;       // of the tensor: inputs and output of a block together fit in L2
-constexpr std::size_t kMappedBlockBytes = 4 * 1024;  // where nothing is fetched by system calls: fit in L1
+// Of the tensor, at a time. What has to be fetched comes in blocks that fit in the second-level cache and are worth a
+// system call; what is copied on (with more than two ranks) stays in the first-level cache.
+constexpr std::size_t kFetchBytes = 256 * 1024;  // all inputs that are fetched, together
+constexpr std::size_t kLeastFetchBytes = 32 * 1024;
+constexpr std::size_t kMappedBytes = 4 * 1024;
+constexpr std::size_t kBlockBytes = 64 * 1024;       // of a partial
 constexpr std::size_t kWholeSliceBytes = 64 * 1024;  // below, one rank does all: cheaper than waking another
 
 struct Range {
@@ -30,10 +34,10 @@ Range range_of(const PartTask& task, std::uint32_t slice) noexcept {
   return {bound(slice), slice + 1 == task.slice_count ? task.count : bound(slice + 1)};
 }
 
-// Memory for the inputs that have to be fetched through the kernel; one set a thread, kept for the next slice.
+// Memory for an input that has to be fetched through the kernel; one set a thread, kept for the next slice.
 std::byte* scratch(std::size_t index) noexcept {
   thread_local std::vector<std::unique_ptr<std::byte[]>> blocks;
-  while (blocks.size() <= index) blocks.push_back(std::make_unique_for_overwrite<std::byte[]>(kBlockBytes));
+  while (blocks.size() <= index) blocks.push_back(std::make_unique_for_overwrite<std::byte[]>(kFetchBytes));
   return blocks[index].get();
 }
 
@@ -79,8 +83,8 @@ class Sources {
     return Errc::kOk;
   }
   [[nodiscard]] std::size_t count() const noexcept { return count_; }
-  [[nodiscard]] bool all_mapped() const noexcept {
-    return std::find(bases_.begin(), bases_.begin() + count_, nullptr) == bases_.begin() + count_;
+  [[nodiscard]] std::size_t fetched() const noexcept {
+    return static_cast<std::size_t>(std::count(bases_.begin(), bases_.begin() + count_, nullptr));
   }
 
  private:
@@ -115,7 +119,10 @@ Errc sum_slice(const LocalContext& context, const PartTask& task, std::uint32_t 
     }
   }
   const Range range = range_of(task, slice);
-  const std::uint64_t block = (sources.all_mapped() ? kMappedBlockBytes : kBlockBytes) / item;
+  const std::size_t fetched = sources.fetched();
+  const std::uint64_t block = (fetched == 0 ? kMappedBytes : std::max(kFetchBytes / fetched, kLeastFetchBytes)) / item;
+  // The one other output, if there is one and no more, is written at once, else copied while it is in the cache.
+  std::byte* const second = other_count == 1 && operation.collective == Collective::kReduce ? others[0] : nullptr;
   std::array<const void*, kMaxLocalRanks> pointers;
   for (std::uint64_t begin = range.begin; begin < range.end; begin += block) {
     if (context.table.aborted()) return Errc::kPeerLost;
@@ -126,9 +133,10 @@ Errc sum_slice(const LocalContext& context, const PartTask& task, std::uint32_t 
     if (operation.collective == Collective::kBroadcast) {
       if (to != pointers[0]) std::memcpy(to, pointers[0], count * item);
     } else {
-      reduce_local(operation.dtype, operation.op, to, pointers.data(), sources.count(), count);
+      const Outputs outputs(to, second != nullptr ? second + begin * item : nullptr);
+      reduce_local(operation.dtype, operation.op, outputs, pointers.data(), sources.count(), count);
     }
-    for (std::size_t i = 0; i < other_count; ++i) {
+    for (std::size_t i = 0; second == nullptr && i < other_count; ++i) {
       std::byte* const other = others[i] + begin * item;
       const bool has_it = operation.collective == Collective::kBroadcast && other == pointers[0];
       if (!has_it) std::memcpy(other, to, count * item);

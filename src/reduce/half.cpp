@@ -47,14 +47,15 @@ COMMLIB_HALF inline void store_chunk(void* to, const float* from, std::size_t fi
 // The arrays are registers by the time the compiler is through.
 struct CombineChunks {
   template <class To, class A, class B, class Op>
-  COMMLIB_HALF static void run(Op op, void* to, const void* a, const void* b, std::size_t count) noexcept {
+  COMMLIB_HALF static void run(Op op, Outputs to, const void* a, const void* b, std::size_t count) noexcept {
     for (std::size_t first = 0; first < count; first += kChunk) {
       float left[kChunk];
       float right[kChunk];
       load_chunk<A>(left, a, first);
       load_chunk<B>(right, b, first);
       for (std::size_t i = 0; i < kChunk; ++i) left[i] = op.of(left[i], right[i]);
-      store_chunk<To>(to, left, first);
+      store_chunk<To>(to.first, left, first);
+      if (to.second != nullptr) store_chunk<To>(to.second, left, first);
     }
   }
 };
@@ -77,7 +78,7 @@ template <class To, class From>
 }
 
 template <class Half, class Loop = CombineLoop>
-[[gnu::always_inline]] inline void combine_form(HalfForm form, ReduceOp op, double divisor, void* to, const void* a,
+[[gnu::always_inline]] inline void combine_form(HalfForm form, ReduceOp op, double divisor, Outputs to, const void* a,
                                                 const void* b, std::size_t count) noexcept {
   switch (form) {
     case HalfForm::kWhole:
@@ -100,12 +101,12 @@ bool is_brain(DType dtype) noexcept { return dtype == DType::kBfloat16; }
 
 }  // namespace
 
-COMMLIB_CLONES void combine_float16(HalfForm form, ReduceOp op, double divisor, void* to, const void* a, const void* b,
-                                    std::size_t count) noexcept {
+COMMLIB_CLONES void combine_float16(HalfForm form, ReduceOp op, double divisor, Outputs to, const void* a,
+                                    const void* b, std::size_t count) noexcept {
   combine_form<Float16>(form, op, divisor, to, a, b, count);
 }
-COMMLIB_CLONES void combine_bfloat16(HalfForm form, ReduceOp op, double divisor, void* to, const void* a, const void* b,
-                                     std::size_t count) noexcept {
+COMMLIB_CLONES void combine_bfloat16(HalfForm form, ReduceOp op, double divisor, Outputs to, const void* a,
+                                     const void* b, std::size_t count) noexcept {
   combine_form<Bfloat16>(form, op, divisor, to, a, b, count);
 }
 COMMLIB_CLONES void widen_float16(float* to, const void* from, std::size_t count) noexcept {
@@ -121,7 +122,7 @@ COMMLIB_CLONES void narrow_bfloat16(void* to, const float* from, std::size_t cou
   convert_loop<Bfloat16, float>(to, from, count);
 }
 
-void combine_half_portable(DType dtype, HalfForm form, ReduceOp op, double divisor, void* to, const void* a,
+void combine_half_portable(DType dtype, HalfForm form, ReduceOp op, double divisor, Outputs to, const void* a,
                            const void* b, std::size_t count) noexcept {
   const auto combine_this = is_brain(dtype) ? combine_bfloat16 : combine_float16;
   combine_this(form, op, divisor, to, a, b, count);
@@ -135,14 +136,14 @@ void narrow_portable(DType dtype, void* to, const float* from, std::size_t count
   return is_brain(dtype) ? narrow_bfloat16(to, from, count) : narrow_float16(to, from, count);
 }
 
-void combine_half(DType dtype, HalfForm form, ReduceOp op, double divisor, void* to, const void* a, const void* b,
+void combine_half(DType dtype, HalfForm form, ReduceOp op, double divisor, Outputs to, const void* a, const void* b,
                   std::size_t count) noexcept {
   const std::size_t done = whole_chunks(count);
   if (done > 0 && is_brain(dtype)) combine_form<Bfloat16, CombineChunks>(form, op, divisor, to, a, b, done);
   if (done > 0 && !is_brain(dtype)) combine_form<Float16, CombineChunks>(form, op, divisor, to, a, b, done);
   const bool is_to_wide = form == HalfForm::kStart || form == HalfForm::kMiddle;
   const bool is_from_wide = form == HalfForm::kMiddle || form == HalfForm::kFinish;
-  combine_half_portable(dtype, form, op, divisor, behind(to, done * (is_to_wide ? 4 : 2)),
+  combine_half_portable(dtype, form, op, divisor, to.behind(done * (is_to_wide ? 4 : 2)),
                         behind(a, done * (is_from_wide ? 4 : 2)), behind(b, done * 2), count - done);
 }
 

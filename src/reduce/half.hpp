@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "memory/buffer_view.hpp"
+#include "reduce/loose.hpp"
 
 namespace commlib {
 
@@ -23,14 +24,14 @@ enum class HalfForm {
 };
 
 // to[i] = a[i] ∘ b[i], in float32.
-void combine_half(DType dtype, HalfForm form, ReduceOp op, double divisor, void* to, const void* a, const void* b,
+void combine_half(DType dtype, HalfForm form, ReduceOp op, double divisor, Outputs to, const void* a, const void* b,
                   std::size_t count) noexcept;
 
 void widen(DType dtype, float* to, const void* from, std::size_t count) noexcept;
 void narrow(DType dtype, void* to, const float* from, std::size_t count) noexcept;
 
 // As these three, without the help of special instructions.
-void combine_half_portable(DType dtype, HalfForm form, ReduceOp op, double divisor, void* to, const void* a,
+void combine_half_portable(DType dtype, HalfForm form, ReduceOp op, double divisor, Outputs to, const void* a,
                            const void* b, std::size_t count) noexcept;
 void widen_portable(DType dtype, float* to, const void* from, std::size_t count) noexcept;
 void narrow_portable(DType dtype, void* to, const float* from, std::size_t count) noexcept;

@@ -51,40 +51,40 @@ template <class T>
 
 }  // namespace
 
-COMMLIB_CLONES void combine_bool(ReduceOp op, double divisor, void* to, const void* a, const void* b,
+COMMLIB_CLONES void combine_bool(ReduceOp op, double divisor, Outputs to, const void* a, const void* b,
                                  std::size_t count) noexcept {
   combine_as<Bool, Bool, Bool>(op, divisor, to, a, b, count);
 }
-COMMLIB_CLONES void combine_uint8(ReduceOp op, double divisor, void* to, const void* a, const void* b,
+COMMLIB_CLONES void combine_uint8(ReduceOp op, double divisor, Outputs to, const void* a, const void* b,
                                   std::size_t count) noexcept {
   combine_as<std::uint8_t, std::uint8_t, std::uint8_t>(op, divisor, to, a, b, count);
 }
-COMMLIB_CLONES void combine_int8(ReduceOp op, double divisor, void* to, const void* a, const void* b,
+COMMLIB_CLONES void combine_int8(ReduceOp op, double divisor, Outputs to, const void* a, const void* b,
                                  std::size_t count) noexcept {
   combine_as<std::int8_t, std::int8_t, std::int8_t>(op, divisor, to, a, b, count);
 }
-COMMLIB_CLONES void combine_int16(ReduceOp op, double divisor, void* to, const void* a, const void* b,
+COMMLIB_CLONES void combine_int16(ReduceOp op, double divisor, Outputs to, const void* a, const void* b,
                                   std::size_t count) noexcept {
   combine_as<std::int16_t, std::int16_t, std::int16_t>(op, divisor, to, a, b, count);
 }
-COMMLIB_CLONES void combine_int32(ReduceOp op, double divisor, void* to, const void* a, const void* b,
+COMMLIB_CLONES void combine_int32(ReduceOp op, double divisor, Outputs to, const void* a, const void* b,
                                   std::size_t count) noexcept {
   combine_as<std::int32_t, std::int32_t, std::int32_t>(op, divisor, to, a, b, count);
 }
-COMMLIB_CLONES void combine_int64(ReduceOp op, double divisor, void* to, const void* a, const void* b,
+COMMLIB_CLONES void combine_int64(ReduceOp op, double divisor, Outputs to, const void* a, const void* b,
                                   std::size_t count) noexcept {
   combine_as<std::int64_t, std::int64_t, std::int64_t>(op, divisor, to, a, b, count);
 }
-COMMLIB_CLONES void combine_float32(ReduceOp op, double divisor, void* to, const void* a, const void* b,
+COMMLIB_CLONES void combine_float32(ReduceOp op, double divisor, Outputs to, const void* a, const void* b,
                                     std::size_t count) noexcept {
   combine_as<float, float, float>(op, divisor, to, a, b, count);
 }
-COMMLIB_CLONES void combine_float64(ReduceOp op, double divisor, void* to, const void* a, const void* b,
+COMMLIB_CLONES void combine_float64(ReduceOp op, double divisor, Outputs to, const void* a, const void* b,
                                     std::size_t count) noexcept {
   combine_as<double, double, double>(op, divisor, to, a, b, count);
 }
 
-void combine(DType dtype, ReduceOp op, double divisor, void* to, const void* a, const void* b,
+void combine(DType dtype, ReduceOp op, double divisor, Outputs to, const void* a, const void* b,
              std::size_t count) noexcept {
   switch (dtype) {
     case DType::kBool:

@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // The loops under reduce.hpp: two buffers at most, one pass, one operation. Each is compiled for several instruction
 // sets; all of them give the same bits, also for the odd elements at the end. Buffers may have any alignment; a
-// destination may be the very address of a source.
+// destination may be the very address of a source. Where there are two of them, both get all elements.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "memory/buffer_view.hpp"
+#include "reduce/loose.hpp"
 
 namespace commlib {
 
 // to[i] = a[i] ∘ b[i]. An Average is summed, and that of floats divided by `divisor`. 16-bit floats in float32, rounded
 // once. Every NaN comes out as the same one.
-void combine(DType dtype, ReduceOp op, double divisor, void* to, const void* a, const void* b,
+void combine(DType dtype, ReduceOp op, double divisor, Outputs to, const void* a, const void* b,
              std::size_t count) noexcept;
 
 // to[i] = (from[i] is not zero)

@@ -23,4 +23,16 @@ template <class T>
   return static_cast<const Loose<T>*>(data);
 }
 
+// Where the same elements are written to: one place, or two, while they are at hand.
+struct Outputs {
+  void* first;
+  void* second;
+  Outputs(void* one, void* other = nullptr) noexcept : first(one), second(other) {}  // NOLINT: a pointer is one place
+
+  [[nodiscard]] Outputs behind(std::size_t bytes) const noexcept {
+    return {static_cast<std::byte*>(first) + bytes,
+            second != nullptr ? static_cast<std::byte*>(second) + bytes : nullptr};
+  }
+};
+
 }  // namespace commlib

@@ -102,14 +102,24 @@ template <class T, class Number>
   }
 }
 
-// to[i] = a[i] ∘ b[i]. `ivdep` says that `to` is `a` or `b` or overlaps neither, which the compiler would else test at
-// run time, to take a slow loop in place.
+// to[i] = a[i] ∘ b[i]. `ivdep` says that each place of `to` is `a` or `b` or overlaps neither, which the compiler would
+// else test at run time, to take a slow loop in place.
 struct CombineLoop {
   template <class To, class A, class B, class Op>
-  [[gnu::always_inline]] static void run(Op op, void* to, const void* a, const void* b, std::size_t count) noexcept {
-    auto* const out = loose<To>(to);
+  [[gnu::always_inline]] static void run(Op op, Outputs to, const void* a, const void* b, std::size_t count) noexcept {
+    auto* const out = loose<To>(to.first);
     const auto* const left = loose<A>(a);
     const auto* const right = loose<B>(b);
+    if (to.second != nullptr) {
+      auto* const also = loose<To>(to.second);
+#pragma GCC ivdep
+      for (std::size_t i = 0; i < count; ++i) {
+        const To result = store<To>(op.of(load(left[i].value), load(right[i].value)));
+        out[i].value = result;
+        also[i].value = result;
+      }
+      return;
+    }
 #pragma GCC ivdep
     for (std::size_t i = 0; i < count; ++i) {
       out[i].value = store<To>(op.of(load(left[i].value), load(right[i].value)));
@@ -119,7 +129,7 @@ struct CombineLoop {
 
 // An Average is summed, and divided if `divisor` is not 1 (floats only).
 template <class To, class A, class B, class Loop = CombineLoop>
-[[gnu::always_inline]] inline void combine_as(ReduceOp op, double divisor, void* to, const void* a, const void* b,
+[[gnu::always_inline]] inline void combine_as(ReduceOp op, double divisor, Outputs to, const void* a, const void* b,
                                               std::size_t count) noexcept {
   using Number = decltype(load(A{}));
   switch (op) {

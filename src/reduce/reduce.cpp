@@ -59,12 +59,23 @@ void copy(DType dtype, void* destination, const void* source, std::size_t count)
   if (destination != source && count > 0) std::memcpy(destination, source, count * item_bytes(dtype));
 }
 
+// What has been written to the first place.
+void copy_to_second(DType dtype, Outputs to, std::size_t count) noexcept {
+  if (to.second != nullptr && count > 0) std::memcpy(to.second, to.first, count * item_bytes(dtype));
+}
+
 // All but 16-bit floats and Averages of integers: the accumulator is of the dtype itself. A divisor of 1 divides
 // nothing.
-void reduce_plain(DType dtype, ReduceOp op, void* destination, const Inputs& in, double divisor) noexcept {
-  if (in.n == 1 && divisor == 1) return copy(dtype, destination, in.sources[0], in.count);
-  if (in.n == 1) return divide(dtype, destination, in.sources[0], divisor, in.count);
-  if (in.n == 2) return combine(dtype, op, divisor, destination, in.sources[0], in.sources[1], in.count);
+void reduce_plain(DType dtype, ReduceOp op, Outputs to, const Inputs& in, double divisor) noexcept {
+  if (in.n == 1) {
+    if (divisor == 1) {
+      copy(dtype, to.first, in.sources[0], in.count);
+    } else {
+      divide(dtype, to.first, in.sources[0], divisor, in.count);
+    }
+    return copy_to_second(dtype, to, in.count);
+  }
+  if (in.n == 2) return combine(dtype, op, divisor, to, in.sources[0], in.sources[1], in.count);
 
   alignas(64) std::byte accumulator[kBlockBytes];
   const std::size_t block = kBlockBytes / in.item_bytes;
@@ -75,14 +86,17 @@ void reduce_plain(DType dtype, ReduceOp op, void* destination, const Inputs& in,
     for (std::size_t source = 2; source < last; ++source) {
       combine(dtype, op, 1, accumulator, accumulator, in.at(source, begin), count);
     }
-    combine(dtype, op, divisor, at(destination, begin, in.item_bytes), accumulator, in.at(last, begin), count);
+    combine(dtype, op, divisor, to.behind(begin * in.item_bytes), accumulator, in.at(last, begin), count);
   }
 }
 
 // 16-bit floats, in a float32 accumulator.
-void reduce_half(DType dtype, ReduceOp op, void* destination, const Inputs& in, double divisor) noexcept {
-  if (in.n == 1) return copy(dtype, destination, in.sources[0], in.count);  // its mean is itself
-  if (in.n == 2) return combine(dtype, op, divisor, destination, in.sources[0], in.sources[1], in.count);
+void reduce_half(DType dtype, ReduceOp op, Outputs to, const Inputs& in, double divisor) noexcept {
+  if (in.n == 1) {  // its mean is itself
+    copy(dtype, to.first, in.sources[0], in.count);
+    return copy_to_second(dtype, to, in.count);
+  }
+  if (in.n == 2) return combine(dtype, op, divisor, to, in.sources[0], in.sources[1], in.count);
 
   constexpr std::size_t kBlock = kBlockBytes / sizeof(float);
   alignas(64) float accumulator[kBlock];
@@ -93,7 +107,7 @@ void reduce_half(DType dtype, ReduceOp op, void* destination, const Inputs& in, 
     for (std::size_t source = 2; source < last; ++source) {
       combine_half(dtype, HalfForm::kMiddle, op, 1, accumulator, accumulator, in.at(source, begin), count);
     }
-    combine_half(dtype, HalfForm::kFinish, op, divisor, at(destination, begin, in.item_bytes), accumulator,
+    combine_half(dtype, HalfForm::kFinish, op, divisor, to.behind(begin * in.item_bytes), accumulator,
                  in.at(last, begin), count);
   }
 }
@@ -133,15 +147,16 @@ void average_integers(DType dtype, DType result, void* destination, const Inputs
 
 }  // namespace
 
-void reduce_local(DType dtype, ReduceOp op, void* destination, const void* const* sources, std::size_t n,
+void reduce_local(DType dtype, ReduceOp op, Outputs to, const void* const* sources, std::size_t n,
                   std::size_t count) noexcept {
   const DefaultFloatModes modes;
   const Inputs in{sources, n, count, item_bytes(dtype)};
   const bool is_average = op == ReduceOp::kAverage;
   const double divisor = is_average ? static_cast<double>(n) : 1;
-  if (is_half(dtype)) return reduce_half(dtype, op, destination, in, divisor);
-  if (is_integer(dtype) && is_average && n > 1) return average_integers(dtype, dtype, destination, in, n);
-  reduce_plain(dtype, op, destination, in, divisor);
+  if (is_half(dtype)) return reduce_half(dtype, op, to, in, divisor);
+  if (!is_integer(dtype) || !is_average || n == 1) return reduce_plain(dtype, op, to, in, divisor);
+  average_integers(dtype, dtype, to.first, in, n);
+  copy_to_second(dtype, to, count);
 }
 
 void reduce_host(DType dtype, ReduceOp op, void* destination, const void* const* sources, std::size_t n,

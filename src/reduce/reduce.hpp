@@ -16,6 +16,7 @@
 #include <cstdint>
 
 #include "memory/buffer_view.hpp"
+#include "reduce/loose.hpp"
 
 namespace commlib {
 
@@ -32,8 +33,8 @@ namespace commlib {
 // For all three: `sources` are `n` ≥ 1 pointers to `count` elements each, at any alignment. `destination` may be the very
 // same address as one of the sources, else it overlaps none. count may be 0.
 
-// result[i] = op over sources, Average divided by n. Elements and result are of `dtype`.
-void reduce_local(DType dtype, ReduceOp op, void* destination, const void* const* sources, std::size_t n,
+// result[i] = op over sources, Average divided by n, to one place or two. Elements and result are of `dtype`.
+void reduce_local(DType dtype, ReduceOp op, Outputs to, const void* const* sources, std::size_t n,
                   std::size_t count) noexcept;
 
 // partial[i]: as reduce_local, but a float32/float64 Average stays a sum, an integer Average an int64 sum (destination of

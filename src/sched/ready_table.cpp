@@ -179,8 +179,12 @@ Row ReadyTable::row(RowIndex index) const noexcept {
 
 void ReadyTable::announce(RowIndex index, std::uint32_t to_local_rank, News news) const noexcept {
   // An update, though it changes nothing: a caller that stops waiting exchanges `caller` for 0 and looks at the row once
-  // more, and whichever of the two updates comes second sees what the first one's thread did before it.
-  const std::uint32_t caller = row(index).entry(to_local_rank).caller.fetch_add(0, std::memory_order_acq_rel);
+  // more, and whichever of the two updates comes second sees what the first one's thread did before it. An end has just
+  // been written sequentially consistently, as that exchange is and the second look: there a load will do, which leaves
+  // the other's cache line where it is.
+  std::atomic<std::uint32_t>& told = row(index).entry(to_local_rank).caller;
+  const std::uint32_t caller =
+      news == News::kEnd ? told.load(std::memory_order_seq_cst) : told.fetch_add(0, std::memory_order_acq_rel);
   if (caller != 0 && caller <= kCallerSlots) {
     statuses_[to_local_rank].callers[caller - 1].ring();
   } else if (caller != kLooksLater || news == News::kWork) {

@@ -162,7 +162,7 @@ class Row {
 // Why a row is announced.
 enum class News : std::uint8_t {
   kWork,  // there may be something to do
-  kEnd,   // the round is over; who looks will see it
+  kEnd,   // all slices are done, or all copied (just said so by this thread); who looks will see it
 };
 
 // One process of the host, as the others see it.

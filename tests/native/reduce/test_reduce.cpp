@@ -302,6 +302,37 @@ TEST_CASE("16-bit floats are rounded once, not after each addition") {
   CHECK(result == 0x3C01);
 }
 
+TEST_CASE("two outputs: both get the bits that one would, also where inputs lie") {
+  for_all_dtypes([&](auto zero, DType dtype) {
+    using T = decltype(zero);
+    for (const ReduceOp op : kOps) {
+      if (!commlib::is_supported(dtype, op)) continue;
+      for (const std::size_t n : {1u, 2u, 3u, 5u}) {
+        for (const std::size_t count : {0u, 1u, 15u, 17u, 1003u, 5000u}) {
+          CAPTURE(static_cast<int>(dtype));
+          CAPTURE(static_cast<int>(op));
+          CAPTURE(n);
+          CAPTURE(count);
+          const std::size_t bytes = count * sizeof(T);
+          Buffers<T> buffers(n, count, 1, Kind::kModerate, 91);
+          std::vector<std::byte> expected(bytes + 1);
+          commlib::reduce_local(dtype, op, expected.data(), buffers.sources(), n, count);
+          // The last source is the second output, at an odd address; the first output is elsewhere.
+          std::vector<std::byte> last(bytes + 1);
+          if (bytes > 0) std::memcpy(last.data() + 1, buffers.sources()[n - 1], bytes);
+          std::vector<const void*> sources(buffers.sources(), buffers.sources() + n);
+          sources[n - 1] = last.data() + 1;
+          std::vector<std::byte> first(bytes + 3);
+          const commlib::Outputs outputs(first.data() + 3, last.data() + 1);
+          commlib::reduce_local(dtype, op, outputs, sources.data(), n, count);
+          CHECK(std::memcmp(first.data() + 3, expected.data(), bytes) == 0);
+          CHECK(std::memcmp(last.data() + 1, expected.data(), bytes) == 0);
+        }
+      }
+    }
+  });
+}
+
 TEST_CASE("two levels: hosts of several sizes give what all ranks together give") {
   constexpr std::size_t kCount = 1003;
   const std::vector<std::uint32_t> ranks{3, 1, 2};
