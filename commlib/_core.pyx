@@ -691,7 +691,7 @@ cdef class Worker:
         return key
 
     cdef int await_key(self, Key key, int collective) except -1:
-        """Take a key that is in flight: it may be over, and nobody has looked; else only an unnamed one is waited for."""
+        """Take a key in flight: it may be over, and nobody has looked; else only an unnamed one is waited for."""
         if key.last.get() != NULL:
             self.core.poll(key.last.get()[0])
         while not key.record.get().try_take():

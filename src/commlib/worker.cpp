@@ -25,8 +25,8 @@ namespace commlib {
 
 namespace {
 
-constexpr std::uint64_t kStageAtSubmissionBytes = 1
-                                                  << 20;  // up to here a copy is cheaper than a read through the kernel
+constexpr std::uint64_t kStageAtSubmissionBytes = 8
+                                                  << 20;  // up to here copies are cheaper than reads through the kernel
 constexpr std::uint64_t kStagingBudgetBytes = 64 << 20;
 constexpr std::uint64_t kEagerBudgetBytes = 4 << 20;  // per pair of nodes
 constexpr int kSpinUs = 20;
@@ -239,6 +239,7 @@ Row::Arrival Worker::State::place(PartTask& task, Driver driver) {
                        .output = Place::nowhere(),
                        .staged = true,
                        .copied = !context.several_hosts,
+                       .keeps = false,
                        .caller = operation.caller_slot};
   const bool puts_in = operation.collective == Collective::kReduce ||
                        (operation.collective == Collective::kBroadcast && operation.root == options.rank);
@@ -285,8 +286,10 @@ void Worker::State::stage_at_submission(PartTask& task, Row::Arrival* arrival) {
   task.staging_charge = bytes;
   task.staging = arena.allocate(bytes);
   if (task.staging == Arena::kNoSpace) return;
-  std::memcpy(arena.at(task.staging), task.input(), bytes);
   arrival->input = arrival->output = Place::in_arena(options.local_rank, task.staging);
+  // Its own slice a rank does itself, on its own memory.
+  arrival->keeps = task.keeps_own_slice = task.slice_count > 1;
+  stage_all_but_own(context, task);
 }
 
 Errc Worker::State::submit(const Request& request, std::shared_ptr<Operation>* out) noexcept {

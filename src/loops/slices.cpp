@@ -52,16 +52,31 @@ void blame_unreadable(const LocalContext& context, std::uint32_t rank) noexcept 
   if (!context.table.has_left(rank)) context.table.abort(context.global_ranks[rank], Cause::kUnreadable);
 }
 
+// Does this slice lie in our own memory alone?
+bool is_kept(const LocalContext& context, const PartTask& task, std::uint32_t slice) noexcept {
+  return task.keeps_own_slice && slice == context.local_rank;
+}
+
+// What is before the own slice, or in any case all, and what is behind it: where it was kept.
+template <typename Copy>
+void for_all_but_own(const LocalContext& context, const PartTask& task, Copy copy) noexcept {
+  const std::size_t item = item_bytes(task.operation->dtype);
+  const Range own = task.keeps_own_slice ? range_of(task, context.local_rank) : Range{task.count, task.count};
+  copy(0, own.begin * item);
+  copy(own.end * item, (task.count - own.end) * item);
+}
+
 // Those who put something in, in local rank order.
 class Sources {
  public:
-  Sources(const LocalContext& context, const PartTask& task) noexcept
+  Sources(const LocalContext& context, const PartTask& task, std::uint32_t slice) noexcept
       : context_(context), item_(item_bytes(task.operation->dtype)) {
     const bool is_broadcast = task.operation->collective == Collective::kBroadcast;
     const auto root = static_cast<std::uint32_t>(context.local_root_of(*task.operation));
     for (std::uint32_t rank = is_broadcast ? root : 0; rank < (is_broadcast ? root + 1 : context.local_size); ++rank) {
       const Place place = Place::from_bits(task.row.entry(rank).input.load(std::memory_order_relaxed));
-      bases_[count_] = address_of(context, rank, place);
+      const bool is_own = rank == context.local_rank && is_kept(context, task, slice);
+      bases_[count_] = is_own ? const_cast<std::byte*>(task.input()) : address_of(context, rank, place);
       addresses_[count_] = place.offset();
       ranks_[count_++] = rank;
     }
@@ -105,8 +120,8 @@ std::uint32_t slice_count_of(std::size_t bytes, std::uint32_t local_size) noexce
 Errc sum_slice(const LocalContext& context, const PartTask& task, std::uint32_t slice) noexcept {
   const Operation& operation = *task.operation;
   const std::size_t item = item_bytes(operation.dtype);
-  const Sources sources(context, task);
-  std::array<std::byte*, kMaxLocalRanks> others;  // outputs but the own one that can be written from here
+  const Sources sources(context, task, slice);
+  std::array<std::byte*, kMaxLocalRanks> others;  // where else the result is written to
   std::size_t other_count = 0;
   std::byte* mine = nullptr;
   for (std::uint32_t rank = 0; rank < context.local_size; ++rank) {
@@ -117,6 +132,11 @@ Errc sum_slice(const LocalContext& context, const PartTask& task, std::uint32_t 
     } else if (output != nullptr) {
       others[other_count++] = output;
     }
+  }
+  if (is_kept(context, task, slice)) {
+    // Some cannot be written to: they will look for it where the rest of our result is.
+    if (other_count + 1 < context.local_size) others[other_count++] = mine;
+    mine = task.output();
   }
   const Range range = range_of(task, slice);
   const std::size_t fetched = sources.fetched();
@@ -149,7 +169,7 @@ Errc reduce_slice(const LocalContext& context, const PartTask& task, std::uint32
   const Operation& operation = *task.operation;
   const std::size_t item = item_bytes(operation.dtype);
   const std::size_t wire_item = item_bytes(wire_dtype(operation.dtype, operation.op));
-  const Sources sources(context, task);
+  const Sources sources(context, task, slice);
   const Place place = Place::from_bits(task.row.head().partial.load(std::memory_order_acquire));
   std::byte* const partial = context.arena_bases[place.arena()] + place.offset();
   const Range range = range_of(task, slice);
@@ -166,6 +186,22 @@ Errc reduce_slice(const LocalContext& context, const PartTask& task, std::uint32
     }
   }
   return Errc::kOk;
+}
+
+void stage_all_but_own(const LocalContext& context, const PartTask& task) noexcept {
+  const Operation& operation = *task.operation;
+  // Who is sent something has nothing to put in.
+  if (operation.collective == Collective::kBroadcast && operation.root != context.global_ranks[context.local_rank])
+    return;
+  for_all_but_own(context, task, [&](std::size_t at, std::size_t bytes) {
+    std::memcpy(context.arena.at(task.staging) + at, task.input() + at, bytes);
+  });
+}
+
+void unstage_all_but_own(const LocalContext& context, const PartTask& task) noexcept {
+  for_all_but_own(context, task, [&](std::size_t at, std::size_t bytes) {
+    std::memcpy(task.output() + at, context.arena.at(task.staging) + at, bytes);
+  });
 }
 
 Errc collect_slice(const LocalContext& context, const PartTask& task, std::uint32_t slice) noexcept {

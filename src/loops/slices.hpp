@@ -17,6 +17,11 @@ namespace commlib {
 // Fetch a slice that another rank has done into the own output.
 [[nodiscard]] Errc collect_slice(const LocalContext& context, const PartTask& task, std::uint32_t slice) noexcept;
 
+// Copy the input to where the others reach it, and the result from there to the output; without the slice of the own rank
+// where that was not staged.
+void stage_all_but_own(const LocalContext& context, const PartTask& task) noexcept;
+void unstage_all_but_own(const LocalContext& context, const PartTask& task) noexcept;
+
 // How many slices a partition of `bytes` bytes has on a host of `local_size` ranks.
 [[nodiscard]] std::uint32_t slice_count_of(std::size_t bytes, std::uint32_t local_size) noexcept;
 

@@ -155,9 +155,7 @@ Errc let_go(LocalContext&, PartTask& task) noexcept {
 }
 
 Errc stage_out(LocalContext& context, PartTask& task) noexcept {
-  if (task.staging != Arena::kNoSpace) {
-    std::memcpy(task.output(), context.arena_bases[context.local_rank] + task.staging, task.bytes());
-  }
+  if (task.staging != Arena::kNoSpace) unstage_all_but_own(context, task);
   return Errc::kOk;
 }
 

@@ -53,6 +53,7 @@ bool Row::arrive(std::uint32_t local_rank, const Arrival& arrival) const noexcep
   mine.hash.store(arrival.hash, std::memory_order_release);  // who sees it sees that the last round is over
   mine.input.store(arrival.input.bits(), std::memory_order_relaxed);
   mine.output.store(arrival.output.bits(), std::memory_order_relaxed);
+  mine.keeps.store(arrival.keeps ? 1 : 0, std::memory_order_relaxed);
   mine.caller.store(arrival.caller, std::memory_order_relaxed);
   if (arrival.staged) mine.staged.store(arrival.round, std::memory_order_relaxed);
   if (arrival.copied) mine.copied.store(arrival.round, std::memory_order_relaxed);
@@ -92,6 +93,7 @@ bool Row::all_staged(std::uint64_t round) const noexcept {
 int Row::claim(std::uint64_t round, std::uint32_t preferred, std::uint32_t slice_count) const noexcept {
   for (std::uint32_t step = 0; step < slice_count; ++step) {
     const std::uint32_t slice = (preferred + step) % slice_count;
+    if (slice != preferred && entries_[slice].keeps.load(std::memory_order_relaxed) != 0) continue;
     std::uint64_t seen = slices_[slice].claimed.load(std::memory_order_relaxed);
     while (seen < round) {
       // acquire: the entries of all ranks, published before the row was ready, are read next.

@@ -82,6 +82,7 @@ struct alignas(64) RowEntry {
   std::atomic<std::uint64_t> output;  // Place
   std::atomic<std::uint64_t> staged;  // round for which `input` can be read and `output` written by everybody
   std::atomic<std::uint64_t> copied;  // round whose result this rank has taken
+  std::atomic<std::uint32_t> keeps;   // 1: slice number `its own rank` is not at `input`, and nobody else's to do
   std::atomic<std::uint32_t> caller;  // 0: announce through the bitmap; 1 + the caller slot that waits; kLooksLater
 };
 static_assert(sizeof(RowEntry) == 64);
@@ -117,6 +118,7 @@ class Row {
     Place output;
     bool staged;           // the places can be reached by everybody
     bool copied;           // nothing will have to be collected into `output`
+    bool keeps;            // as RowEntry::keeps
     std::uint32_t caller;  // as RowEntry::caller
   };
   // Arrive; true if from here all ranks are seen to have arrived (of several that arrive at once, more than one may see it).
@@ -134,7 +136,8 @@ class Row {
   };
   [[nodiscard]] Meeting meeting(std::uint64_t round, std::uint64_t hash) const noexcept;
 
-  // Take a slice that nobody has taken in this round, preferring `preferred`; −1 if there is none left.
+  // Take a slice that nobody has taken in this round, `preferred` first; −1 if there is none left that `preferred`, a local
+  // rank, may do.
   [[nodiscard]] int claim(std::uint64_t round, std::uint32_t preferred, std::uint32_t slice_count) const noexcept;
   // Mark it done; true if from here all slices are seen to be done.
   [[nodiscard]] bool finish_slice(std::uint64_t round, std::uint32_t slice, std::uint32_t local_rank,

@@ -107,6 +107,7 @@ struct PartTask {
   std::uint32_t slice_count = 1;
   std::uint8_t stage = 0;              // position in the plan
   bool finished = false;               // its holder's
+  bool keeps_own_slice = false;        // it was not staged
   bool admission_asked = false;        // the local root's
   bool granted_locally = false;        // holds budget of the local admission
   std::uint64_t staging = UINT64_MAX;  // offset in the own arena, or UINT64_MAX

@@ -22,8 +22,15 @@ struct Host {
   std::vector<ReadyTable> tables;  // one a rank, all on one mapping, so that ThreadSanitizer sees who meets whom
 };
 
-Row::Arrival arrival(std::uint64_t round, std::uint64_t hash = 7, std::uint32_t caller = 0) {
-  return {round, hash, Place::in_arena(0, 64), Place::in_arena(0, 128), true, false, caller};
+Row::Arrival arrival(std::uint64_t round, std::uint64_t hash = 7, std::uint32_t caller = 0, bool keeps = false) {
+  return {.round = round,
+          .hash = hash,
+          .input = Place::in_arena(0, 64),
+          .output = Place::in_arena(0, 128),
+          .staged = true,
+          .copied = false,
+          .keeps = keeps,
+          .caller = caller};
 }
 
 std::vector<RowIndex> take_all(const ReadyTable& table) {
@@ -130,6 +137,36 @@ TEST_CASE("announced rows are taken once, however many there are and wherever th
   for (RowIndex row = 0; row < 10'000; ++row) dense.push_back(row);
   for (const RowIndex row : dense) host.tables[1].post(row, 0);
   CHECK(take_all(host.tables[0]) == dense);
+}
+
+TEST_CASE("who looks later hears of work, not of ends") {
+  const Host host(2);
+  const ReadyTable& table = host.tables[0];
+  (void)table.row(3).arrive(0, arrival(1, 7, commlib::kLooksLater));
+  (void)table.row(3).arrive(1, arrival(1));
+  const std::uint32_t loop = table.status(0).doorbell.ticket();
+  table.announce_all(3, UINT32_MAX, commlib::News::kEnd);
+  CHECK(take_all(host.tables[0]).empty());
+  CHECK(table.status(0).doorbell.ticket() == loop);
+  CHECK(take_all(host.tables[1]) == std::vector<RowIndex>{3});
+  table.announce_all(3);
+  CHECK(take_all(host.tables[0]) == std::vector<RowIndex>{3});
+}
+
+TEST_CASE("a slice that a rank keeps is nobody else's") {
+  const Host host(3);
+  const Row row = host.tables[0].row(5);
+  for (std::uint32_t rank = 0; rank < 3; ++rank) (void)row.arrive(rank, arrival(1, 7, 0, rank == 1));
+  CHECK(row.claim(1, 0, 3) == 0);
+  CHECK(row.claim(1, 0, 3) == 2);
+  CHECK(row.claim(1, 0, 3) == -1);
+  CHECK(row.claim(1, 2, 3) == -1);
+  CHECK(row.claim(1, 1, 3) == 1);
+  CHECK(row.claim(1, 1, 3) == -1);
+  // In the next round it keeps nothing.
+  for (std::uint32_t rank = 0; rank < 3; ++rank) (void)row.arrive(rank, arrival(2));
+  CHECK(row.claim(2, 0, 3) == 0);
+  CHECK(row.claim(2, 0, 3) == 1);
 }
 
 TEST_CASE("a caller is rung at its own doorbell, a loop through the bitmap") {
