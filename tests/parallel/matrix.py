@@ -94,10 +94,10 @@ class Case:
         seed = 1000 * self.plan.seed + self.number
         return reference.contribution(self.dtype, self.op, count, rank, seed).reshape(self.shape)
 
-    def start(self, choose: np.random.Generator) -> None:
-        """Submit it, in a way of this rank's own."""
+    def start(self, choose: np.random.Generator, kinds: Sequence[str]) -> None:
+        """Submit it, in a way of this rank's own, with buffers of these kinds."""
         mine = self.input_of(commlib.rank())
-        buffers = [str(choose.choice(self.plan.buffers)) for _ in range(2)]
+        buffers = [str(choose.choice(kinds)) for _ in range(2)]
         where = str(choose.choice(["new", "out", "in place", "out in place"]))
         self.way = f"{buffers} {where}"
         self.tensor = place(mine, buffers[0])
@@ -159,10 +159,12 @@ def run(plan: Plan) -> list[str]:
     Each rank compares its share of the results with the truth. Digests tell whether the others have the same.
     """
     choose = np.random.default_rng([plan.seed, 2, commlib.rank()])
+    # By this route other memory is refused.
+    kinds = ("arena",) if commlib.Config.from_environment().local_route == "arena" else plan.buffers
     cases: list[Case] = []
     in_flight: list[Case] = []
     for case in plan.cases():
-        case.start(choose)
+        case.start(choose, kinds)
         cases.append(case)
         in_flight.append(case)
         if len(in_flight) == IN_FLIGHT:

@@ -27,13 +27,13 @@ def ranks_of(hosts: Sequence[int]) -> list[list[int]]:
 def check(
     plan: Plan,
     *,
-    route: str = "auto",
+    route: str | Sequence[str] = "auto",
     servers: int = 0,
     lab: Lab | None = None,
     interleaved: Sequence[int] | None = None,
 ) -> None:
-    """Run it; all ranks must have the same bits of the same many results."""
-    env = {"COMMLIB_PARTITION_BYTES": str(plan.partition_bytes), "COMMLIB_LOCAL_ROUTE": route}
+    """Run it; all ranks must have the same bits of the same many results. `route` is that of all, or one for each."""
+    routes = [route] * sum(map(len, plan.placement)) if isinstance(route, str) else route
     results = run_job(
         matrix.SCRIPT,
         hosts=[len(ranks) for ranks in plan.placement],
@@ -41,7 +41,8 @@ def check(
         lab=lab,
         placement=interleaved,
         args=[plan.to_argument()],
-        env=env,
+        env={"COMMLIB_PARTITION_BYTES": str(plan.partition_bytes)},
+        rank_env={rank: {"COMMLIB_LOCAL_ROUTE": own} for rank, own in enumerate(routes)},
         timeout=TIMEOUT_S,
     )
     assert len(results[0]) == len(list(plan.cases()))
@@ -95,6 +96,43 @@ def test_ranks_dealt_to_hosts_in_turn(lab: Lab) -> None:
     """Then a host's ranks are not neighbours, and the order of summing is not that of the ranks."""
     plan = Plan([[0, 2], [1, 3]], partition_bytes=64 * KIB, partitions=(1,), seed=52)
     check(plan, interleaved=[0, 1, 0, 1], servers=1, lab=lab)
+
+
+# Ranks of one host need not choose the same route. Each route is at each place once.
+ROUTES = ("auto", "cma", "staged", "arena")
+TURNED = [ROUTES[n:] + ROUTES[:n] for n in range(len(ROUTES))]
+
+
+@pytest.mark.parametrize("routes", [routes[:3] for routes in TURNED], ids="-".join)
+def test_one_host_with_a_route_for_each_rank(routes: Sequence[str]) -> None:
+    check(Plan(ranks_of([3]), partition_bytes=64 * KIB, seed=70), route=routes)
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize(("routes", "servers"), [(routes, n % 2) for n, routes in enumerate(TURNED)], ids=str)
+def test_several_hosts_with_a_route_for_each_rank(routes: Sequence[str], servers: int, lab: Lab) -> None:
+    check(Plan(ranks_of([2, 2]), partition_bytes=128 * KIB, seed=71), route=routes, servers=servers, lab=lab)
+
+
+# Larger than what is staged when it is submitted.
+LARGER: dict[str, Any] = {
+    "partition_bytes": 4 * MIB,
+    "counts": (1023,),
+    "partitions": (2.1,),
+    "dtypes": ("int8", "float16", "float32"),
+    "ops": (reference.Average,),
+    "seed": 72,
+}
+
+
+@pytest.mark.parametrize("routes", [routes[:3] for routes in TURNED], ids="-".join)
+def test_larger_buffers_on_one_host_with_a_route_for_each_rank(routes: Sequence[str]) -> None:
+    check(Plan(ranks_of([3]), **LARGER), route=routes)
+
+
+@pytest.mark.lab
+def test_larger_buffers_on_several_hosts_with_a_route_for_each_rank(lab: Lab) -> None:
+    check(Plan(ranks_of([2, 2]), **LARGER), route=("cma", "staged", "arena", "auto"), lab=lab)
 
 
 # Partitions as they are by default.
