@@ -4,7 +4,6 @@
 #include <sched.h>
 
 #include <cerrno>
-#include <exception>
 #include <memory>
 
 namespace commlib {
@@ -35,15 +34,6 @@ std::vector<int> affinity_cpus() {
     if (errno != EINVAL) break;
   }
   return {};
-}
-
-int affinity_cpu_count() noexcept {
-  try {
-    const auto cpus = affinity_cpus();
-    return cpus.empty() ? 1 : static_cast<int>(cpus.size());
-  } catch (const std::exception&) {  // no memory for the mask
-    return 1;
-  }
 }
 
 }  // namespace commlib

@@ -11,7 +11,4 @@ namespace commlib {
 // The CPUs in the affinity mask of the calling thread, ascending. Empty only if the kernel does not say.
 [[nodiscard]] std::vector<int> affinity_cpus();
 
-// Their number, at least 1.
-[[nodiscard]] int affinity_cpu_count() noexcept;
-
 }  // namespace commlib

@@ -80,6 +80,7 @@ struct Worker::State : private ForkGuard::Member {
   void start(PartTask& task, Driver driver);
   bool is_in_arena(const void* memory, std::size_t bytes) const noexcept;
   bool sit_down(Operation& operation) noexcept;
+  int spinning_us() noexcept;
   void let_loop(PartTask& task) noexcept;
   void fail_rest() noexcept;
   void give_up_job() noexcept;
@@ -110,7 +111,7 @@ struct Worker::State : private ForkGuard::Member {
   std::atomic<std::uint32_t> caller_slots{0};  // bit set: taken
   std::atomic<bool> closing{false};
   std::atomic<std::uint32_t> callers{0};  // threads inside submit() and drive(); futex word of shutdown
-  int spin_us;
+  std::atomic<int> spin_us;               // −1: not known yet
 };
 
 namespace {
@@ -184,7 +185,7 @@ Worker::State::State(WorkerOptions given)
       local(context, network, 0),
       network_runner("cl-net", network, [this](const char* what) { loop_failed(what); }),
       local_runner("cl-local", local, [this](const char* what) { loop_failed(what); }),
-      spin_us(affinity_cpu_count() >= static_cast<int>(options.local_size) ? kSpinUs : 0) {
+      spin_us(-1) {
   bind_near_cpus(arena_segments[options.local_rank]);
   if (options.local_rank == 0) {
     context.admission = &admission;
@@ -205,6 +206,7 @@ Worker::State::State(WorkerOptions given)
       network.attach(std::make_unique<TcpTransport>(own(options.streams), tcp), *egress, *engine, exchange.get());
     }
   }
+  table.publish_cpus(affinity_cpus());
   table.status(options.local_rank)
       .probe.store(reinterpret_cast<std::uintptr_t>(&probe_word), std::memory_order_release);
   table.ring_all();
@@ -438,6 +440,17 @@ bool Worker::State::sit_down(Operation& operation) noexcept {
   return true;
 }
 
+// How long a waiter spins before it sleeps. Who spins where another has to run costs it milliseconds.
+int Worker::State::spinning_us() noexcept {
+  int known = spin_us.load(std::memory_order_relaxed);
+  if (known >= 0) return known;
+  const Errc enough = table.enough_cpus();
+  if (enough == Errc::kAgain) return 0;
+  known = enough == Errc::kOk ? kSpinUs : 0;
+  spin_us.store(known, std::memory_order_relaxed);
+  return known;
+}
+
 bool Worker::State::drive(Operation& operation, int timeout_ms) noexcept {
   const Inside inside(*this);
   // Who comes after shutdown has begun finds it ended by that; who came before ends it himself, below, and is waited for.
@@ -463,7 +476,7 @@ bool Worker::State::drive(Operation& operation, int timeout_ms) noexcept {
     }
     const std::int64_t left = deadline_ms == INT64_MAX ? 3'600'000 : deadline_ms - now_ms();
     if (left <= 0) return false;
-    (void)bell.wait(ticket, static_cast<int>(std::min<std::int64_t>(left, 3'600'000)), spin_us);
+    (void)bell.wait(ticket, static_cast<int>(std::min<std::int64_t>(left, 3'600'000)), spinning_us());
   }
 }
 

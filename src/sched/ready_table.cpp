@@ -236,6 +236,36 @@ int ReadyTable::take(RowIndex* rows, int limit) const noexcept {
   return taken;
 }
 
+void ReadyTable::publish_cpus(const std::vector<int>& cpus) const noexcept {
+  RankStatus& mine = statuses_[local_rank_];
+  for (const int cpu : cpus) {
+    const auto bit = static_cast<std::uint32_t>(cpu);
+    if (bit < kMaxCpus) mine.cpus[bit / 64].fetch_or(std::uint64_t{1} << bit % 64, std::memory_order_relaxed);
+  }
+  mine.cpus_known.store(1, std::memory_order_release);
+}
+
+// Either this rank may run on as many CPUs as there are ranks, or on some on which no other rank may: as where a launcher
+// binds each to its own.
+Errc ReadyTable::enough_cpus() const noexcept {
+  const RankStatus& mine = statuses_[local_rank_];
+  std::uint32_t count = 0;
+  bool is_shared = false;
+  for (std::uint32_t rank = 0; rank < local_size_; ++rank) {
+    const RankStatus& other = statuses_[rank];
+    if (other.cpus_known.load(std::memory_order_acquire) == 0) return Errc::kAgain;
+    for (std::uint32_t word = 0; word < kMaxCpus / 64; ++word) {
+      const std::uint64_t bits = mine.cpus[word].load(std::memory_order_relaxed);
+      if (rank == local_rank_) {
+        count += static_cast<std::uint32_t>(__builtin_popcountll(bits));
+      } else if ((bits & other.cpus[word].load(std::memory_order_relaxed)) != 0) {
+        is_shared = true;
+      }
+    }
+  }
+  return count >= local_size_ || (count > 0 && !is_shared) ? Errc::kOk : Errc::kUnsupported;
+}
+
 bool ReadyTable::abort(std::uint32_t member, Cause cause) const noexcept {
   std::uint64_t expected = 0;
   const std::uint64_t word = kEpochBit | (static_cast<std::uint64_t>(cause) << 32) | member;

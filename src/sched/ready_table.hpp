@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "base/errc.hpp"
 #include "base/futex.hpp"
@@ -19,6 +20,7 @@ namespace commlib {
 using RowIndex = std::uint32_t;
 inline constexpr RowIndex kMaxRows = 1u << 20;
 inline constexpr std::uint32_t kMaxLocalRanks = 240;
+inline constexpr std::uint32_t kMaxCpus = 1024;
 inline constexpr std::uint64_t kProbeValue = 0x636F6D6D6C696231;
 inline constexpr std::uint32_t kCallerSlots = 32;  // synchronous callers of one process that may sleep at once
 // RowEntry::caller: nobody waits, and somebody will look. Told when there is something to do, not that all is done.
@@ -175,6 +177,8 @@ struct alignas(64) RankStatus {
   std::atomic<std::uint64_t> beat_ms;       // CLOCK_MONOTONIC of its last beat
   std::atomic<std::uint64_t> probe;         // address of a word with kProbeValue in that process; 0 before it is set
   std::atomic<std::uint32_t> reachable_by;  // how many other ranks have read that word through the kernel
+  std::atomic<std::uint32_t> cpus_known;    // 1: `cpus` is written
+  std::atomic<std::uint64_t> cpus[kMaxCpus / 64];  // bit set: may run there
   alignas(64) Doorbell callers[kCallerSlots];
   std::atomic<std::uint64_t> top[kMaxRows / (64 * 64 * 64)];
   std::atomic<std::uint64_t> middle[kMaxRows / (64 * 64)];
@@ -199,6 +203,12 @@ class ReadyTable {
   void post(RowIndex index, std::uint32_t to_local_rank) const noexcept;
   // Take up to `limit` announced rows of the own rank; at least 64, for they are taken by the leaf.
   [[nodiscard]] int take(RowIndex* rows, int limit) const noexcept;
+
+  // Say where this rank may run, once.
+  void publish_cpus(const std::vector<int>& cpus) const noexcept;
+  // Is there a CPU for each rank, so that one that spins does not keep another from running? kAgain: not all have said yet
+  // where they may run; kOk: yes; kUnsupported: no, or nobody can tell.
+  [[nodiscard]] Errc enough_cpus() const noexcept;
 
   // The job has failed: the first to say so wins. Rings everybody.
   bool abort(std::uint32_t member, Cause cause) const noexcept;

@@ -98,7 +98,6 @@ TEST_CASE("the clock does not go back and its units agree") {
 TEST_CASE("the CPUs of the affinity mask are those that the kernel lets us run on") {
   const auto cpus = commlib::affinity_cpus();
   REQUIRE_FALSE(cpus.empty());
-  CHECK(static_cast<int>(cpus.size()) == commlib::affinity_cpu_count());
   for (std::size_t i = 1; i < cpus.size(); ++i) CHECK(cpus[i - 1] < cpus[i]);
 
   cpu_set_t before;
@@ -107,7 +106,6 @@ TEST_CASE("the CPUs of the affinity mask are those that the kernel lets us run o
   CPU_ZERO(&one);
   CPU_SET(static_cast<unsigned>(cpus.back()), &one);
   REQUIRE(::sched_setaffinity(0, sizeof one, &one) == 0);
-  CHECK(commlib::affinity_cpu_count() == 1);
   CHECK(commlib::affinity_cpus() == std::vector<int>{cpus.back()});
   REQUIRE(::sched_setaffinity(0, sizeof before, &before) == 0);
 }

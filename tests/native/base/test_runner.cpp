@@ -155,7 +155,7 @@ TEST_CASE("the thread has its name, its CPUs and no signals, and the caller keep
   loop.on_work = [&] {
     if (loop.work.load() == 0) return;
     pthread_getname_np(pthread_self(), name, sizeof name);
-    cpus = commlib::affinity_cpu_count();
+    cpus = static_cast<int>(commlib::affinity_cpus().size());
     on_cpu = ::sched_getcpu() == cpu;
     sigset_t mine;
     pthread_sigmask(SIG_SETMASK, nullptr, &mine);

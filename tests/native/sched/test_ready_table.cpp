@@ -139,6 +139,25 @@ TEST_CASE("announced rows are taken once, however many there are and wherever th
   CHECK(take_all(host.tables[0]) == dense);
 }
 
+TEST_CASE("there are enough CPUs where each rank has as many as there are ranks, or some of its own") {
+  const auto verdicts = [](const std::vector<std::vector<int>>& cpus) {
+    const Host host(static_cast<std::uint32_t>(cpus.size()));
+    CHECK(host.tables[0].enough_cpus() == Errc::kAgain);
+    for (std::size_t rank = 0; rank < cpus.size(); ++rank) host.tables[rank].publish_cpus(cpus[rank]);
+    std::vector<bool> enough;
+    for (const ReadyTable& table : host.tables) enough.push_back(table.enough_cpus() == Errc::kOk);
+    return enough;
+  };
+  using Verdicts = std::vector<bool>;
+  CHECK(verdicts({{0, 1}, {0, 1}}) == Verdicts{true, true});
+  CHECK(verdicts({{0}, {1}}) == Verdicts{true, true});
+  CHECK(verdicts({{0}, {0}}) == Verdicts{false, false});
+  CHECK(verdicts({{0}, {0, 1}}) == Verdicts{false, true});
+  CHECK(verdicts({{0, 1}, {0, 1}, {0, 1}}) == Verdicts{false, false, false});
+  CHECK(verdicts({{64}, {128}, {1023}}) == Verdicts{true, true, true});
+  CHECK(verdicts({{5000}, {5001}}) == Verdicts{false, false});  // more than can be said
+}
+
 TEST_CASE("who looks later hears of work, not of ends") {
   const Host host(2);
   const ReadyTable& table = host.tables[0];
