@@ -69,7 +69,7 @@ cdef uint64_t kBriefBytes = 16384
 cdef int kSliceMs = 100
 
 
-NO_BOOL_AVERAGE = "bool has no average; use op=Sum or Max (or), Product or Min (and)"
+cdef str NO_BOOL_AVERAGE = "bool has no average; use op=Sum or Max (or), Product or Min (and)"
 
 
 def dtype_number(dtype) -> int:
