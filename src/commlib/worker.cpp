@@ -267,7 +267,7 @@ Row::Arrival Worker::State::place(PartTask& task, Driver driver) {
     }
   }
   if (task.staging == Arena::kNoSpace) {
-    arrival.copied = arrival.copied && !output.is_address();
+    arrival.copied = arrival.copied && (!output.is_address() || context.has_it(operation));
     arrival.input = input;
     arrival.output = output;
   }

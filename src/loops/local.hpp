@@ -80,6 +80,11 @@ struct LocalContext {
     }
     return -1;
   }
+  // Has this rank what a broadcast sends? Then it gets nothing: its memory may be read-only.
+  [[nodiscard]] bool has_it(const Operation& operation) const noexcept {
+    return operation.collective == Collective::kBroadcast && operation.root == global_ranks[local_rank] &&
+           operation.input == operation.output;
+  }
   // Does this host put anything in?
   [[nodiscard]] bool contributes(const Operation& operation) const noexcept {
     return operation.collective == Collective::kReduce ||

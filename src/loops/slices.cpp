@@ -199,6 +199,7 @@ void stage_all_but_own(const LocalContext& context, const PartTask& task) noexce
 }
 
 void unstage_all_but_own(const LocalContext& context, const PartTask& task) noexcept {
+  if (context.has_it(*task.operation)) return;
   for_all_but_own(context, task, [&](std::size_t at, std::size_t bytes) {
     std::memcpy(task.output() + at, context.arena.at(task.staging) + at, bytes);
   });

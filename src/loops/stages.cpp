@@ -167,13 +167,9 @@ Errc contribute(LocalContext& context, PartTask& task) noexcept {
 Errc local_broadcast(LocalContext& context, PartTask& task) noexcept {
   const RowHead& head = task.row.head();
   if (head.exchanged.load(std::memory_order_acquire) < round_of(task)) return Errc::kAgain;
-  const Operation& operation = *task.operation;
   const Place place = Place::from_bits(head.result.load(std::memory_order_relaxed));
   const std::byte* const result = context.arena_bases[place.arena()] + place.offset();
-  const bool is_root =
-      operation.collective == Collective::kBroadcast && operation.root == context.global_ranks[context.local_rank];
-  const bool has_it = is_root && operation.input == operation.output;
-  if (!has_it && task.bytes() != 0) std::memcpy(task.output(), result, task.bytes());
+  if (!context.has_it(*task.operation) && task.bytes() != 0) std::memcpy(task.output(), result, task.bytes());
   if (row_of(task).finish_copying(round_of(task), context.local_rank)) context.table.announce(task.row_index, 0);
   return Errc::kOk;
 }

@@ -168,3 +168,35 @@ def test_barriers_on_one_host(size: int) -> None:
 @pytest.mark.parametrize(("hosts", "servers"), [([1, 1], 0), ([2, 1, 2], 1)], ids=str)
 def test_barriers_on_several_hosts(hosts: list[int], servers: int, lab: Lab) -> None:
     check_barriers(run_job(BARRIERS, hosts=hosts, servers=servers, lab=lab, timeout=60))
+
+
+# Pages that nobody may write to: a checkpoint that the root has mapped from its file.
+READ_ONLY_PAGES = """
+    import tempfile
+    import numpy as np, commlib
+    from tests.launch import give
+
+    commlib.init()
+    rank, size = commlib.rank(), commlib.size()
+    for root in range(size):
+        for count in (1, 1000, 100_001, 1_500_001):
+            expected = np.random.default_rng([root, count]).random(count)
+            if rank == root:
+                with tempfile.NamedTemporaryFile() as file:
+                    expected.tofile(file.name)
+                    mine = np.memmap(file.name, expected.dtype, mode="r")
+            else:
+                mine = np.zeros(count)
+            assert commlib.broadcast_(mine, root, name=f"pages {count}") is mine
+            assert mine.tobytes() == expected.tobytes(), (root, count)
+            assert commlib.broadcast(mine, root).tobytes() == expected.tobytes(), (root, count)
+    give("right")
+    commlib.shutdown()
+"""
+
+
+@pytest.mark.parametrize("route", ["auto", "cma", "staged"])
+@pytest.mark.parametrize("hosts", [[2], [3], [2, 1], [1, 1]], ids=str)
+def test_the_root_may_send_what_cannot_be_written(hosts: list[int], route: str) -> None:
+    env = {"COMMLIB_LOCAL_ROUTE": route}
+    assert run_job(READ_ONLY_PAGES, hosts=hosts, env=env, timeout=60) == ["right"] * sum(hosts)
