@@ -140,7 +140,10 @@ Errc sum_slice(const LocalContext& context, const PartTask& task, std::uint32_t 
   }
   const Range range = range_of(task, slice);
   const std::size_t fetched = sources.fetched();
-  const std::uint64_t block = (fetched == 0 ? kMappedBytes : std::max(kFetchBytes / fetched, kLeastFetchBytes)) / item;
+  const std::size_t block_bytes = fetched != 0       ? std::max(kFetchBytes / fetched, kLeastFetchBytes)
+                                  : other_count != 0 ? kMappedBytes
+                                                     : kFetchBytes;
+  const std::uint64_t block = block_bytes / item;
   // The one other output, if there is one and no more, is written at once, else copied while it is in the cache.
   std::byte* const second = other_count == 1 && operation.collective == Collective::kReduce ? others[0] : nullptr;
   std::array<const void*, kMaxLocalRanks> pointers;

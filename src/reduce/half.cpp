@@ -44,10 +44,16 @@ COMMLIB_HALF inline void store_chunk(void* to, const float* from, std::size_t fi
   }
 }
 
-// The arrays are registers by the time the compiler is through.
+// The arrays are registers by the time the compiler is through, if it finds no choice to be made in the loop.
 struct CombineChunks {
   template <class To, class A, class B, class Op>
   COMMLIB_HALF static void run(Op op, Outputs to, const void* a, const void* b, std::size_t count) noexcept {
+    to.second != nullptr ? chunks<true, To, A, B>(op, to, a, b, count) : chunks<false, To, A, B>(op, to, a, b, count);
+  }
+
+ private:
+  template <bool kTwice, class To, class A, class B, class Op>
+  COMMLIB_HALF static void chunks(Op op, Outputs to, const void* a, const void* b, std::size_t count) noexcept {
     for (std::size_t first = 0; first < count; first += kChunk) {
       float left[kChunk];
       float right[kChunk];
@@ -55,7 +61,7 @@ struct CombineChunks {
       load_chunk<B>(right, b, first);
       for (std::size_t i = 0; i < kChunk; ++i) left[i] = op.of(left[i], right[i]);
       store_chunk<To>(to.first, left, first);
-      if (to.second != nullptr) store_chunk<To>(to.second, left, first);
+      if constexpr (kTwice) store_chunk<To>(to.second, left, first);
     }
   }
 };
