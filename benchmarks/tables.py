@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
@@ -46,7 +47,8 @@ def main() -> None:
         result = json.loads(path.read_text())
         machine = result["machine"]
         print(f"## {result['title']}\n")
-        print(f"`{result['command']}`, {machine['processor']}, {machine['cpus']} CPUs, {result['took_s']:.0f} s.\n")
+        command = re.sub(r" --(json|png) \S+", "", result["command"])
+        print(f"`{command}`, {machine['processor']}, {machine['cpus']} CPUs, {result['took_s']:.0f} s.\n")
         print("\n".join(tables(result)))
 
 
