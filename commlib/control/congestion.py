@@ -3,8 +3,8 @@
 
 An exchange is many flows that share every link, each of them idle whenever what it depends on has not come yet. BBR
 (Cardwell et al. 2016) paces each flow at the rate it has seen that flow reach: what one flow leaves free the others do
-not take, and every ten seconds it all but stops for 0.2 s. With links of 400 Mbit/s, four hosts and four servers it
-needs 1.14 times the least possible time, Reno 1.02 (docs/performance.md). So BBR is replaced, unless it was asked for.
+not take, and every ten seconds it all but stops for 0.2 s. So it is replaced, unless it was asked for.
+docs/performance.md says how to see the difference.
 """
 
 from __future__ import annotations
