@@ -33,6 +33,8 @@ from tests.lab import Lab
 from tests.launch import environment, leftovers, unused_port
 
 MARK = "BENCHMARK_GROUP"  # in the environment of every process of a group
+# What may be tried out from outside; all else that a launcher or a shell has set must not reach the job.
+TUNING = ("COMMLIB_CONGESTION", "COMMLIB_STREAMS", "COMMLIB_CREDIT_BYTES", "COMMLIB_PARTITION_BYTES")
 HOST = "BENCHMARK_HOST"  # in that of one beside a server: the number of its host
 
 _END_S = 5.0  # to end by themselves, when one has failed or all should be gone
@@ -173,7 +175,9 @@ class _Group:
         with open(log, "wb") as output:
             popen = subprocess.Popen(
                 argv if self._lab is None else self._lab.command(host, argv),
-                env=environment(self._env, env or {}),
+                env=environment(
+                    {name: os.environ[name] for name in TUNING if name in os.environ}, self._env, env or {}
+                ),
                 cwd=self._folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
