@@ -589,7 +589,7 @@ cdef class Worker:
         cdef bint done
         cdef Key key = self.submit(source, name, collective, op, root, priority, "", Driver.kCaller, &operation)
         cdef CppOperation* running = operation.get()
-        cdef bint driving = running.caller_slot != 0
+        cdef bint driving = running.is_callers
         cdef bint is_patient = timeout is None and self.default_timeout * 1000 > kSliceMs
         # Most end before the first look at the clock, and need no handle.
         done = running.completion.done()

@@ -87,7 +87,7 @@ cdef extern from "commlib/commlib.hpp" namespace "commlib" nogil:
         CppCompletion completion
         uint64_t round
         void* custody
-        uint32_t caller_slot
+        bool is_callers
 
     cdef cppclass CppWaiting "commlib::TaskTable::Waiting":
         string name

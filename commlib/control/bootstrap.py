@@ -19,7 +19,6 @@ import secrets
 import socket as sockets
 import time
 from collections.abc import Callable, Mapping
-from fractions import Fraction
 from typing import Any
 
 import msgspec
@@ -43,14 +42,13 @@ from commlib.control.streams import Dial, connect_all
 from commlib.control.wiring import Wiring
 from commlib.errors import CommlibError, ConfigError
 
-__all__ = ["connect_server", "connect_worker", "stream_counts"]
+__all__ = ["connect_server", "connect_worker"]
 
 TableBytes = Callable[[int], int]
 
 SCHEDULER_GRACE_S = 2.0  # for a scheduler whose job cannot begin, to tell the others
 PROBE_S = 2.0
 BACKLOG = 1024
-MOST_TIMES = 4  # as many connections between some as between others
 DESCRIPTORS = 40  # that a member needs in any case, and some for the program
 
 
@@ -68,8 +66,7 @@ def connect_worker(config: Config, table_bytes: TableBytes, stop: Stop | None = 
     if config.is_solo:
         return _connect_solo(config, table_bytes)
     hosts = -(-config.size // config.local_size)  # about: they may be unequal
-    between_hosts, to_servers = stream_counts(hosts, config.num_servers, config.streams)
-    streams = (hosts - 1) * between_hosts + config.num_servers * to_servers if config.local_rank == 0 else 0
+    streams = (hosts - 1 + config.num_servers) * config.streams if config.local_rank == 0 else 0
     require_descriptors(DESCRIPTORS + 2 * config.local_size + streams)
     with contextlib.ExitStack() as undo:
         attempt = _Attempt(config, undo, stop or Stop())
@@ -408,14 +405,14 @@ def _connect_hosts(attempt: _Attempt, client: ControlClient, peer_id: int) -> di
     with listener:
         mine = join_address(host, listener.getsockname()[1])
         addresses = client.exchange_endpoints(mine, attempt.deadline)
-        between_hosts, to_servers = stream_counts(hosts, peers - hosts, welcome.parameters.streams)
         claims: dict[int, list[Claim]] = {}
         for other in range(peers):
             if other == peer_id or (other >= hosts and peer_id >= hosts):
                 continue
             ends = max(peer_id, other), min(peer_id, other)
-            count = between_hosts if max(ends) < hosts else to_servers
-            claims[other] = [Claim(config.job, "stream", "", *ends, stream) for stream in range(count)]
+            claims[other] = [
+                Claim(config.job, "stream", "", *ends, stream) for stream in range(welcome.parameters.streams)
+            ]
         made = connect_all(
             attempt.keys.hello,
             listener=listener,
@@ -433,18 +430,6 @@ def _connect_hosts(attempt: _Attempt, client: ControlClient, peer_id: int) -> di
     for socket in made.values():
         set_congestion_control(socket, config.congestion)
     return {other: [made[claim] for claim in some] for other, some in claims.items()}
-
-
-def stream_counts(hosts: int, servers: int, streams: int) -> tuple[int, int]:
-    """Connections between two hosts, and between a host and a dedicated server, of which `streams` are asked for.
-
-    Connections share a link in equal parts, but hosts exchange n − k bytes with each other for n − 1 with a server
-    (see src/sched/placement.hpp). So their numbers stand in that proportion, as far as small numbers can.
-    """
-    if not 1 < servers < hosts:
-        return streams, streams
-    ratio = max(Fraction(hosts - servers, hosts - 1).limit_denominator(MOST_TIMES), Fraction(1, MOST_TIMES))
-    return ratio.numerator * streams, ratio.denominator * streams
 
 
 def _destination(address: str) -> tuple[int, tuple[str, int]]:

@@ -52,7 +52,7 @@ struct WorkerOptions {
 // Who carries an operation out.
 enum class Driver : std::uint8_t {
   kLoop,    // the local loop
-  kCaller,  // the calling thread, which calls `drive` at once; where it can, else the loop (see Operation::caller_slot)
+  kCaller,  // the calling thread, which calls `drive` at once; where it can, else the loop (see Operation::is_callers)
   kLater,   // what is small, whoever calls `poll` or `take` one day; else the loop
 };
 

@@ -63,7 +63,7 @@ int NetworkLoop::do_work() {
     done += transport_->do_work();
     done += deliver_own();
     // Nothing can be said after BYE, so ABORT goes first.
-    if (finishing_.load(std::memory_order_acquire) != 0 && !table_.aborted()) transport_->finish();
+    if (finishing_.load(std::memory_order_acquire) != 0 && !table_.aborted()) finish_transport();
     if (transport_->finished() && finished_.exchange(1, std::memory_order_acq_rel) == 0)
       futex_wake(finished_, INT32_MAX);
   } else if (exchange_ != nullptr) {
@@ -71,6 +71,11 @@ int NetworkLoop::do_work() {
   }
   look_at_epoch();
   return done;
+}
+
+void NetworkLoop::finish_transport() noexcept {
+  egress_->stop_holding();  // or BYE would follow an empty answer of a queue that is not
+  transport_->finish();
 }
 
 // Frames from this node to itself: between the engine and the exchange, and from either to the other.
@@ -189,7 +194,7 @@ void NetworkLoop::look_at_epoch() noexcept {
     }
     // In order, so that the ABORT is read: closing a socket that has unread data resets it, and the peer would blame us.
     if (transport_ != nullptr) {
-      transport_->finish();
+      finish_transport();
       (void)transport_->do_work();
     }
   }

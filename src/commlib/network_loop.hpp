@@ -54,6 +54,7 @@ class NetworkLoop : public Loop, private FrameSink {
   void on_closed(PeerId peer, Errc code, int os_error) noexcept override;
 
   int deliver_own() noexcept;
+  void finish_transport() noexcept;
   int tick() noexcept;
   void look_at_epoch() noexcept;
   void give_up() noexcept;

@@ -9,6 +9,7 @@
 
 #include "base/clock.hpp"
 #include "base/cpu.hpp"
+#include "base/simd.hpp"
 #include "commlib/commlib.hpp"
 #include "commlib/fork_guard.hpp"
 #include "commlib/network_loop.hpp"
@@ -76,10 +77,12 @@ struct Worker::State : private ForkGuard::Member {
   std::uint32_t take_caller_slot() noexcept;
   void give_back_caller_slot(Operation& operation) noexcept;
   Row::Arrival place(PartTask& task, Driver driver);
+  bool make_room_for_copy(KeyRecord& key, std::uint64_t bytes) noexcept;
   void stage_at_submission(PartTask& task, Row::Arrival* arrival);
   void start(PartTask& task, Driver driver);
   bool is_in_arena(const void* memory, std::size_t bytes) const noexcept;
-  bool sit_down(Operation& operation) noexcept;
+  bool sit_down(Operation& operation, bool may_spin) noexcept;
+  bool spin_until_met(const PartTask& task) noexcept;
   int spinning_us() noexcept;
   void let_loop(PartTask& task) noexcept;
   void fail_rest() noexcept;
@@ -191,7 +194,9 @@ Worker::State::State(WorkerOptions given)
     context.admission = &admission;
     if (options.nodes > 1) {
       const std::uint32_t peers = options.nodes + options.servers;
-      egress = std::make_unique<Egress>(peers);
+      // Only so a host is sent more than a dedicated server, or less; see sched/placement.hpp.
+      const bool is_uneven = options.servers > 1 && options.servers < options.nodes;
+      egress = std::make_unique<Egress>(peers, options.node, is_uneven);
       engine = std::make_unique<ServerEngine>(
           EngineOptions{options.node, options.nodes, options.servers, options.ranks_per_host, options.credit_bytes,
                         kEagerBudgetBytes, options.partition_bytes},
@@ -242,9 +247,20 @@ Row::Arrival Worker::State::place(PartTask& task, Driver driver) {
                        .staged = true,
                        .copied = !context.several_hosts,
                        .keeps = false,
+                       .copy = 0,
                        .caller = operation.caller_slot};
   const bool puts_in = operation.collective == Collective::kReduce ||
                        (operation.collective == Collective::kBroadcast && operation.root == options.rank);
+  if (context.is_small(operation.bytes())) {
+    const std::uint64_t offset = operation.key->copies[operation.round % 2].offset;
+    auto* const head = reinterpret_cast<CopyHead*>(arena.at(offset));
+    *head = {operation.round, operation.hash};
+    if (puts_in && task.bytes() != 0) std::memcpy(head + 1, task.input(), task.bytes());
+    arrival.copy = static_cast<std::uint32_t>(offset / kCopyUnit + 1);
+    // Nobody has to be woken before somebody wants the result.
+    if (driver == Driver::kLater || operation.is_callers) arrival.caller = kLooksLater;
+    return arrival;
+  }
   const bool takes_out = !context.several_hosts;  // else every rank copies its result out itself
   const auto place_of = [&](const void* memory) {
     if (!is_in_arena(memory, task.bytes())) return Place::at_address(memory);
@@ -279,6 +295,22 @@ Row::Arrival Worker::State::place(PartTask& task, Driver driver) {
   return arrival;
 }
 
+// Room for a copy of the input of the key's next round, where that of the round before the last was.
+bool Worker::State::make_room_for_copy(KeyRecord& key, std::uint64_t bytes) noexcept {
+  KeyRecord::Copy& copy = key.copies[(key.rounds() + 1) % 2];
+  bytes += sizeof(CopyHead);
+  if (bytes <= copy.bytes) return true;
+  const std::uint64_t offset = arena.allocate(bytes);
+  if (offset == Arena::kNoSpace) return false;
+  if (offset / kCopyUnit >= UINT32_MAX) {
+    (void)arena.free(offset);
+    return false;
+  }
+  if (copy.bytes != 0) (void)arena.free(copy.offset);
+  copy = {offset, bytes};
+  return true;
+}
+
 void Worker::State::stage_at_submission(PartTask& task, Row::Arrival* arrival) {
   const std::uint64_t bytes = task.bytes();
   if (staged_bytes.fetch_add(bytes, std::memory_order_relaxed) + bytes > kStagingBudgetBytes) {
@@ -306,6 +338,8 @@ Errc Worker::State::submit(const Request& request, std::shared_ptr<Operation>* o
       !(is_in_arena(request.input, request.count * item) && is_in_arena(request.output, request.count * item))) {
     return Errc::kUnsupported;
   }
+  const bool is_small = context.is_small(request.count * item);
+  if (is_small && !make_room_for_copy(*request.key, request.count * item)) return Errc::kOutOfMemory;
   std::shared_ptr<Operation> operation;
   try {
     operation = std::make_shared<Operation>();
@@ -329,8 +363,11 @@ Errc Worker::State::submit(const Request& request, std::shared_ptr<Operation>* o
   operation->submitted_ms = now_ms();
   operation->parts_left.store(parts, std::memory_order_relaxed);
   operation->self = operation;
-  if (request.driver == Driver::kCaller && !context.several_hosts && options.local_size > 1)
-    operation->caller_slot = take_caller_slot();
+  if (request.driver == Driver::kCaller && !context.several_hosts && options.local_size > 1) {
+    // For a small sum the caller first spins, and needs a slot only when he sleeps.
+    if (!is_small) operation->caller_slot = take_caller_slot();
+    operation->is_callers = is_small || operation->caller_slot != 0;
+  }
   *out = operation;
   for (std::uint32_t index = 0; index < parts; ++index) {
     PartTask& task = operation->parts[index];
@@ -357,14 +394,17 @@ void Worker::State::start(PartTask& task, Driver driver) {
     exchange->submit(task);
     return;
   }
-  const bool is_callers = operation.caller_slot != 0;
+  const bool is_callers = operation.is_callers;
   task.holder.store(is_callers ? Holder::kCaller : Holder::kSubmitter, std::memory_order_relaxed);
   const Row::Arrival arrival = place(task, driver);
   tasks.add(task);
   const RowIndex row = task.row_index;
   const Row shared = task.row;
   const bool is_complete = shared.arrive(options.local_rank, arrival);
-  // A small sum is done by the last to arrive, on the spot; the others hear of it when it is done.
+  // Of a small sum the others are told at once: each does it for himself, when he comes to it.
+  const bool is_small = context.is_small(operation.bytes());
+  if (is_small && is_complete) table.announce_all(row, options.local_rank, News::kEnd);
+  // What one rank does alone is done by the last to arrive, on the spot; the others hear of it when it is done.
   const bool is_quick =
       !context.several_hosts && task.slice_count == 1 && is_complete && shared.all_staged(operation.round);
   if (is_callers) {
@@ -402,6 +442,7 @@ std::uint32_t Worker::State::take_caller_slot() noexcept {
 }
 
 void Worker::State::give_back_caller_slot(Operation& operation) noexcept {
+  if (operation.caller_slot == 0) return;
   caller_slots.fetch_and(~(1u << (operation.caller_slot - 1)), std::memory_order_acq_rel);
   operation.caller_slot = 0;
 }
@@ -427,9 +468,10 @@ bool Worker::State::poll(Operation& operation) noexcept {
 
 // The driver of what was to be looked at later, whom nobody tells anything yet, gets a slot. False if it needs none: it is
 // done, or, there being none, the loop's.
-bool Worker::State::sit_down(Operation& operation) noexcept {
+bool Worker::State::sit_down(Operation& operation, bool may_spin) noexcept {
   PartTask& task = operation.parts[0];
   if (task.holder.load(std::memory_order_relaxed) != Holder::kCaller || progress(context, task)) return false;
+  if (may_spin && spin_until_met(task) && progress(context, task)) return false;
   operation.caller_slot = take_caller_slot();
   if (operation.caller_slot == 0) {
     let_loop(task);
@@ -451,11 +493,26 @@ int Worker::State::spinning_us() noexcept {
   return known;
 }
 
+// The others are often no more than some microseconds behind. Who looks at what they write themselves is told soonest, and
+// costs them nothing.
+bool Worker::State::spin_until_met(const PartTask& task) noexcept {
+  const int limit_us = spinning_us();
+  if (limit_us == 0) return false;
+  const std::int64_t until = now_ns() + std::int64_t{1000} * limit_us;
+  do {
+    for (int i = 0; i < 16; ++i) {  // reading the clock costs about as much as this
+      cpu_relax();
+      if (task.row.all_arrived(task.operation->round)) return true;
+    }
+  } while (now_ns() < until);
+  return false;
+}
+
 bool Worker::State::drive(Operation& operation, int timeout_ms) noexcept {
   const Inside inside(*this);
   // Who comes after shutdown has begun finds it ended by that; who came before ends it himself, below, and is waited for.
   if (closing.load(std::memory_order_seq_cst)) return operation.completion.wait(timeout_ms);
-  if (operation.caller_slot == 0 && !sit_down(operation)) return operation.completion.wait(timeout_ms);
+  if (operation.caller_slot == 0 && !sit_down(operation, timeout_ms != 0)) return operation.completion.wait(timeout_ms);
   const std::int64_t deadline_ms = timeout_ms < 0 ? INT64_MAX : now_ms() + timeout_ms;
   Doorbell& bell = table.status(options.local_rank).callers[operation.caller_slot - 1];
   for (;;) {
@@ -492,7 +549,7 @@ void Worker::State::let_loop(PartTask& task) noexcept {
 void Worker::State::hand_over(Operation& operation) noexcept {
   const Inside inside(*this);
   if (closing.load(std::memory_order_seq_cst)) return;  // it ends with all the rest
-  if (operation.caller_slot != 0) give_back_caller_slot(operation);
+  give_back_caller_slot(operation);
   for (std::uint32_t index = 0; index < operation.part_count; ++index) {
     PartTask& task = operation.parts[index];
     if (task.holder.load(std::memory_order_relaxed) == Holder::kCaller && !task.finished) let_loop(task);

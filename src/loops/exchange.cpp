@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "reduce/reduce.hpp"
 #include "sched/wire.hpp"
@@ -225,6 +226,9 @@ void Exchange::push_to(Part& part, Owner& owner) {
   const Operation& operation = *part.task->operation;
   const std::size_t item = item_bytes(wire_dtype(operation.dtype, operation.op));
   const auto index = static_cast<std::uint16_t>(&owner - part.owners.data());
+  // Owners grant at different times; the pieces stand in line in the order of the tensor all the same, in which owners take
+  // turns by their shares.
+  if (!std::exchange(part.has_line, true)) part.line = egress_.reserve(part.task->count * item);
   for (const PiecePlan& plan : part.pieces) {
     if (plan.owner != index) continue;
     OutFrame out;
@@ -237,7 +241,7 @@ void Exchange::push_to(Part& part, Owner& owner) {
     out.payload = part.partial + plan.piece.first_element * item;
     out.context = &part;
     if (owner.peer != options_.self) ++part.unsent;
-    egress_.push(owner.peer, out, operation.priority);
+    egress_.push(owner.peer, out, operation.priority, part.line + plan.piece.first_element * item);
   }
 }
 

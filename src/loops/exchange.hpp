@@ -77,6 +77,8 @@ class Exchange : public ExchangeDoor {
     std::byte* result = nullptr;
     Place partial_place = Place::nowhere();
     Place result_place = Place::nowhere();
+    std::uint64_t line = 0;  // of its first byte in the egress
+    bool has_line = false;
     std::uint32_t left = 0;       // pieces whose RESULT has not come
     std::uint32_t unsent = 0;     // frames whose payload is our partial, on their way to other nodes
     std::uint32_t receiving = 0;  // payloads of which a part has been received into `result`

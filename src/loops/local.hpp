@@ -53,6 +53,8 @@ class LocalAdmission {
 };
 
 struct LocalContext {
+  static constexpr std::size_t kSmallBytes = 8 * 1024;  // all inputs together
+
   LocalContext(ReadyTable& ready_table, TaskTable& task_table, FinishedList& finished_list, Arena& own_arena,
                std::atomic<std::uint64_t>& staged) noexcept
       : table(ready_table), tasks(task_table), finished(finished_list), arena(own_arena), staged_bytes(staged) {}
@@ -84,6 +86,10 @@ struct LocalContext {
   [[nodiscard]] bool has_it(const Operation& operation) const noexcept {
     return operation.collective == Collective::kBroadcast && operation.root == global_ranks[local_rank] &&
            operation.input == operation.output;
+  }
+  // Is it quicker for every rank to read what all have put in, and sum for itself, than to have it done by one?
+  [[nodiscard]] bool is_small(std::size_t bytes) const noexcept {
+    return !several_hosts && local_size > 1 && bytes * local_size <= kSmallBytes;
   }
   // Does this host put anything in?
   [[nodiscard]] bool contributes(const Operation& operation) const noexcept {

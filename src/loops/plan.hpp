@@ -3,6 +3,7 @@
 // case is a shorter list, never an `if` inside a stage.
 //
 //   one host              MEET → ADMIT → STAGE_IN → LOCAL_SUM → COLLECT → LET_GO → STAGE_OUT
+//   one host, small       COMPARE → SUM_COPIES
 //   several hosts         ANNOUNCE → AWAIT_GRANT → STAGE_IN → LOCAL_REDUCE → CONTRIBUTE → LOCAL_BROADCAST → RELEASE
 //   nothing to put in     ANNOUNCE → LOCAL_BROADCAST → RELEASE          (a broadcast whose root is elsewhere)
 //   one rank on its host  the exchange does all, directly on the user's memory

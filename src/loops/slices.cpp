@@ -191,6 +191,26 @@ Errc reduce_slice(const LocalContext& context, const PartTask& task, std::uint32
   return Errc::kOk;
 }
 
+const CopyHead* copy_of(const LocalContext& context, const PartTask& task, std::uint32_t rank) noexcept {
+  const std::atomic<std::uint32_t>& place = task.row.entry(rank).copies[task.operation->round % 2];
+  const std::uint64_t unit = place.load(std::memory_order_relaxed);
+  return unit == 0 ? nullptr : reinterpret_cast<const CopyHead*>(context.arena_bases[rank] + (unit - 1) * kCopyUnit);
+}
+
+void sum_copies(const LocalContext& context, const PartTask& task) noexcept {
+  const Operation& operation = *task.operation;
+  if (task.bytes() == 0 || context.has_it(operation)) return;
+  if (operation.collective == Collective::kBroadcast) {
+    const auto root = static_cast<std::uint32_t>(context.local_root_of(operation));
+    std::memcpy(task.output(), copy_of(context, task, root) + 1, task.bytes());
+    return;
+  }
+  std::array<const void*, kMaxLocalRanks> pointers;
+  for (std::uint32_t rank = 0; rank < context.local_size; ++rank) pointers[rank] = copy_of(context, task, rank) + 1;
+  reduce_local(operation.dtype, operation.op, Outputs(task.output(), nullptr), pointers.data(), context.local_size,
+               task.count);
+}
+
 void stage_all_but_own(const LocalContext& context, const PartTask& task) noexcept {
   const Operation& operation = *task.operation;
   // Who is sent something has nothing to put in.

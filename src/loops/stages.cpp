@@ -159,6 +159,29 @@ Errc stage_out(LocalContext& context, PartTask& task) noexcept {
   return Errc::kOk;
 }
 
+// A small sum: have all arrived, and said the same? What they have said of this round stands there until all are through
+// with it, and a rank that has put in something else, and not a small one, has said nothing of this round there.
+Errc compare(LocalContext& context, PartTask& task) noexcept {
+  const std::uint64_t round = round_of(task);
+  if (!task.row.all_arrived(round)) return Errc::kAgain;
+  bool agree = true;
+  for (std::uint32_t rank = 0; rank < context.local_size; ++rank) {
+    const CopyHead* const said = copy_of(context, task, rank);
+    agree = agree && said != nullptr && said->round == round && said->hash == task.operation->hash;
+  }
+  // One that has arrived may have given up since: it has shut down.
+  if (agree) return task.row.has_failed(round) ? Errc::kAgain : Errc::kOk;
+  task.row.fail(round, {Errc::kMismatch, Failure::kNobody});
+  announce_to_others(context, task);
+  return Errc::kAgain;
+}
+
+// From here on nobody needs anybody any more: each finds all there is.
+Errc sum_for_itself(LocalContext& context, PartTask& task) noexcept {
+  sum_copies(context, task);
+  return read_in_time(context);
+}
+
 Errc contribute(LocalContext& context, PartTask& task) noexcept {
   if (context.is_local_root()) context.exchange->contribute(task);
   return Errc::kOk;
@@ -186,6 +209,7 @@ Errc release(LocalContext& context, PartTask& task) noexcept {
 }
 
 constexpr Stage kOneHost[] = {meet, admit, stage_in, do_slices<sum_slice>, collect, let_go, stage_out};
+constexpr Stage kSmall[] = {compare, sum_for_itself};
 constexpr Stage kHosts[] = {announce,   await_grant,     stage_in, do_slices<reduce_slice>,
                             contribute, local_broadcast, release};
 constexpr Stage kReceive[] = {announce, local_broadcast, release};
@@ -233,6 +257,7 @@ void finish(LocalContext& context, PartTask& task, Failure failure) noexcept {
 }  // namespace
 
 Plan plan_for(const LocalContext& context, const Operation& operation) noexcept {
+  if (context.is_small(operation.bytes())) return kSmall;
   if (!context.several_hosts) return kOneHost;
   return context.contributes(operation) ? Plan(kHosts) : Plan(kReceive);
 }

@@ -55,6 +55,7 @@ bool Row::arrive(std::uint32_t local_rank, const Arrival& arrival) const noexcep
   mine.output.store(arrival.output.bits(), std::memory_order_relaxed);
   mine.keeps.store(arrival.keeps ? 1 : 0, std::memory_order_relaxed);
   mine.caller.store(arrival.caller, std::memory_order_relaxed);
+  if (arrival.copy != 0) mine.copies[arrival.round % 2].store(arrival.copy, std::memory_order_relaxed);
   if (arrival.staged) mine.staged.store(arrival.round, std::memory_order_relaxed);
   if (arrival.copied) mine.copied.store(arrival.round, std::memory_order_relaxed);
   mine.round.store(2 * arrival.round, std::memory_order_seq_cst);  // see "arrival" above
@@ -155,6 +156,10 @@ Failure Row::failure(std::uint64_t round) const noexcept {
   // A later round can only have failed after this one was over: see the callers, who look for success first.
   if (word >> 24 < round) return {};
   return {static_cast<Errc>((word >> 16) & 0xFF), unpack_member(word & 0xFFFF)};
+}
+
+bool Row::has_failed(std::uint64_t round) const noexcept {
+  return head_->failed.load(std::memory_order_acquire) >> 24 == round;
 }
 
 ReadyTable::ReadyTable(Segment& segment, std::uint32_t local_rank, std::uint32_t local_size)

@@ -86,8 +86,19 @@ struct alignas(64) RowEntry {
   std::atomic<std::uint64_t> copied;  // round whose result this rank has taken
   std::atomic<std::uint32_t> keeps;   // 1: slice number `its own rank` is not at `input`, and nobody else's to do
   std::atomic<std::uint32_t> caller;  // 0: announce through the bitmap; 1 + the caller slot that waits; kLooksLater
+  // Small sums: where in the own arena the copy for the last even and for the last odd such round begins; 0: nowhere,
+  // else 1 + the offset in units of kCopyUnit. Who is in round r + 2 knows that nobody is in round r any more, and may
+  // write there.
+  std::atomic<std::uint32_t> copies[2];
 };
 static_assert(sizeof(RowEntry) == 64);
+
+// What stands before a copy of a rank's input: all that is said of a small sum, so that it can be read in round r + 1, too.
+struct CopyHead {
+  std::uint64_t round;
+  std::uint64_t hash;  // of the signature
+};
+inline constexpr std::uint64_t kCopyUnit = 64;
 
 struct alignas(64) RowHead {
   std::atomic<std::uint64_t> granted;    // round that may take staging and be reduced
@@ -121,6 +132,7 @@ class Row {
     bool staged;           // the places can be reached by everybody
     bool copied;           // nothing will have to be collected into `output`
     bool keeps;            // as RowEntry::keeps
+    std::uint32_t copy;    // as RowEntry::copies; 0: leaves the last one
     std::uint32_t caller;  // as RowEntry::caller
   };
   // Arrive; true if from here all ranks are seen to have arrived (of several that arrive at once, more than one may see it).
@@ -155,7 +167,8 @@ class Row {
   [[nodiscard]] bool all_copied(std::uint64_t round) const noexcept;
 
   void fail(std::uint64_t round, Failure failure) const noexcept;
-  [[nodiscard]] Failure failure(std::uint64_t round) const noexcept;  // kOk if it has not failed
+  [[nodiscard]] Failure failure(std::uint64_t round) const noexcept;  // kOk if neither it nor a later one has failed
+  [[nodiscard]] bool has_failed(std::uint64_t round) const noexcept;  // this one, not a later one
 
  private:
   RowHead* head_ = nullptr;

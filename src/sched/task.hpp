@@ -63,6 +63,11 @@ struct KeyRecord {
   std::uint64_t cursor = 0;                                 // first byte in the job's virtual byte space
   std::vector<std::pair<RowIndex, std::uint32_t>> extents;  // first row, rows
   std::atomic<std::uint64_t> round{0};                      // rounds submitted by this process
+  struct Copy {
+    std::uint64_t offset = 0;  // in the own arena
+    std::uint64_t bytes = 0;
+  };
+  Copy copies[2];  // of even and odd rounds, see RowEntry::copies; kept from round to round
   std::atomic<bool> in_flight{false};
 
   // A name has one round in flight: false if it has one already. Taken until the operation completes, or `give_back`.
@@ -136,7 +141,8 @@ struct Operation {
   const std::byte* input = nullptr;
   std::byte* output = nullptr;
   std::uint64_t count = 0;
-  std::uint32_t caller_slot = 0;  // 1 + slot of the caller that carries it out, or 0; only that thread's
+  std::uint32_t caller_slot = 0;  // 1 + slot of the caller that carries it out, or 0: it has none, or does not sleep
+  bool is_callers = false;        // that thread carries it out, with a slot or without
   std::int64_t submitted_ms = 0;
   void* custody = nullptr;  // the binding's; what keeps input and output alive
 

@@ -284,6 +284,7 @@ void ServerEngine::gathered(Share& share) {
 void ServerEngine::grant(Share& share) {
   share.phase = SharePhase::kCollecting;
   ++counters_.shares_granted;
+  if (share.reserved_bytes != 0) share.line = egress_.reserve(share.terms.count * result_item_bytes(share.terms));
   for (PeerId host = 0; host < options_.hosts; ++host) {
     if (share.hosts[host].announced != Announced::kReady || peers_[host].closed) continue;
     egress_.push(host, {frame_about(FrameKind::kGrant, share.terms), nullptr, nullptr}, share.priority);
@@ -341,7 +342,11 @@ void ServerEngine::answer(SharePiece& piece) {
     if (is_contributor_of_broadcast(share.terms, host)) continue;
     settle_eager(share, host);
     if (peers_[host].closed) continue;
-    egress_.push(host, out, share.priority);
+    if (share.reserved_bytes == 0) {
+      egress_.push(host, out, share.priority);
+    } else {
+      egress_.push(host, out, share.priority, share.line + piece.first_element * result_item_bytes(share.terms));
+    }
     contribution(piece, host).unsent = true;
     ++piece.unsent;
     ++share.unsent;

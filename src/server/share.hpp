@@ -63,6 +63,7 @@ struct Share {
   std::uint32_t open_pieces = 0;      // not yet answered
   std::uint32_t unsent = 0;           // RESULTs on their way out, over all pieces
   std::uint64_t reserved_bytes = 0;   // of the budget, taken or waited for
+  std::uint64_t line = 0;             // place of the partition's first byte in the egress, if it was granted bytes
   std::size_t live_index = 0;         // its place among the engine's shares
   std::vector<ShareHost> hosts;
   std::vector<SharePiece> pieces;           // mine, in order; known once all hosts agree, and never moved then

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from fractions import Fraction
 
 import pytest
 
 from commlib import errors
 from commlib.config import Config
 from commlib.control import congestion
-from commlib.control.bootstrap import MOST_TIMES, stream_counts
 from commlib.control.congestion import AUTO, SYSTEM, congestion_control_of, set_congestion_control
 
 
@@ -64,22 +62,3 @@ def test_what_cannot_be_a_name_is_refused_early(text: str) -> None:
 def test_the_setting_is_read() -> None:
     assert Config.from_environment({}).congestion == AUTO
     assert Config.from_environment({"COMMLIB_CONGESTION": "RENO"}).congestion == "reno"
-
-
-@pytest.mark.parametrize("streams", [1, 3])
-@pytest.mark.parametrize("hosts", [1, 2, 3, 4, 5, 8, 17, 100])
-def test_connections_are_shared_out_as_bytes_are(hosts: int, streams: int) -> None:
-    for servers in range(hosts + 2):
-        between_hosts, to_servers = stream_counts(hosts, servers, streams)
-        assert streams <= between_hosts <= to_servers <= MOST_TIMES * streams
-        if 1 < servers < hosts:
-            wanted = max(Fraction(hosts - servers, hosts - 1), Fraction(1, MOST_TIMES))
-            assert abs(Fraction(between_hosts, to_servers) - wanted) <= Fraction(1, 2 * MOST_TIMES)
-        else:
-            assert between_hosts == to_servers == streams
-
-
-def test_known_cases() -> None:
-    assert stream_counts(4, 2, 1) == (2, 3)
-    assert stream_counts(3, 2, 2) == (2, 4)
-    assert stream_counts(4, 3, 1) == (1, 3)

@@ -87,7 +87,7 @@ class Averages {
   [[nodiscard]] bool is_done(std::uint32_t rank) {
     commlib::Operation& operation = *flights_[rank];
     if (case_.driver == Driver::kLater) return job_.worker(rank).poll(operation);
-    return operation.completion.done() || (operation.caller_slot != 0 && job_.worker(rank).drive(operation, 0));
+    return operation.completion.done() || (operation.is_callers && job_.worker(rank).drive(operation, 0));
   }
   [[nodiscard]] bool all_done() {
     std::uint32_t done = 0;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small asynchronous sum on one host is done by the last rank to arrive, and the others are not told: they look.
+"""Small asynchronous sums on one host: nobody is told that they are done, or that they can be: every rank looks.
 
 Whatever they do instead of waiting, or do not do, nothing may depend on it: not the other ranks, not the name, not the
 end of the job, and not the memory.
@@ -143,16 +143,77 @@ NEVER = (
 HELP = (
     HEAD
     + """
-    handles = [commlib.push_pull_async_(filled(), name=f"{n}", op=Sum) for n in range(20)] if rank == 0 else []
+    some_kib = 5003  # and so not for everybody to do by himself
+    handles = [commlib.push_pull_async_(filled(some_kib), name=f"{n}", op=Sum) for n in range(20)] if rank == 0 else []
     announce("submitted")
     assert listen() == "go on"
     if rank:
         for n in range(20):
-            assert np.all(commlib.push_pull_(filled(), name=f"{n}", op=Sum, timeout=30) == total)
+            assert np.all(commlib.push_pull_(filled(some_kib), name=f"{n}", op=Sum, timeout=30) == total)
         announce("done")
     else:
         assert listen() == "look"
     assert all(np.all(handle.wait(30) == total) for handle in handles)
+    give("right")
+    commlib.shutdown()
+"""
+)
+
+# A rank is in the next round of a name before the other has looked at this one: what each finds is of its own round,
+# whatever the sizes of the two.
+AHEAD = (
+    HEAD
+    + """
+    sizes = [1, 3, 2000, 7, 600, 5003, 0, 100_003, 11, 70_001, 2, 4]
+    for collective in ("push_pull", "broadcast"):
+        for here, after in zip(sizes, sizes[1:] + sizes[:1]):
+            root = here % size
+            def submit(count, salt):
+                mine = np.arange(count, dtype=np.float64) * (rank + 1) + salt
+                if collective == "push_pull":
+                    return mine, commlib.push_pull_async_(mine, name="a", op=Sum)
+                return commlib.broadcast(mine, root, name="b"), None
+            def truth(count, salt):
+                if collective == "push_pull":
+                    return np.arange(count) * float(total) + salt * size
+                return np.arange(count) * float(root + 1) + salt
+            first, waits = submit(here, 1)
+            if collective == "push_pull":
+                meet("all are in this round")
+                if rank:
+                    waits.wait(30)
+                    second, then = submit(after, 2)
+                    meet("this rank is in the next one")
+                else:
+                    meet("this rank is in the next one")
+                    waits.wait(30)
+                    second, then = submit(after, 2)
+                then.wait(30)
+            else:
+                second, _ = submit(after, 2)
+            assert np.array_equal(first, truth(here, 1)), (collective, here, after)
+            assert np.array_equal(second, truth(after, 2)), (collective, here, after)
+    give("right")
+    commlib.shutdown()
+"""
+)
+
+# The same at whatever pace, without ever meeting.
+PACED = (
+    HEAD
+    + """
+    import random
+    pace, sizes = random.Random(rank), random.Random(5)
+    for turn in range(3000):
+        count = sizes.choice([1, 2, 100, 1023, 1024, 1025, 2049])
+        mine = np.arange(count, dtype=np.float32) + (rank + 1) * turn
+        handle = commlib.push_pull_async(mine, name=f"{turn % 3}", op=Sum)
+        if pace.random() < 0.02:
+            time.sleep(pace.random() / 100)
+        if pace.random() < 0.5:
+            while pace.random() < 0.9 and not handle.done():
+                time.sleep(0)
+        assert np.array_equal(handle.wait(30), np.arange(count) * np.float32(size) + total * turn), turn
     give("right")
     commlib.shutdown()
 """
@@ -205,7 +266,9 @@ LOST = (
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
-    "script", [POLLED, THREADS, DROPPED, AGAIN, NEVER], ids=["polled", "threads", "dropped", "again", "never"]
+    "script",
+    [POLLED, THREADS, DROPPED, AGAIN, NEVER, AHEAD, PACED],
+    ids=["polled", "threads", "dropped", "again", "never", "ahead", "paced"],
 )
 def test_whatever_is_done_instead_of_waiting(script: str, size: int) -> None:
     assert run_job(script, hosts=[size], timeout=60) == ["right"] * size

@@ -107,7 +107,25 @@ def mark() -> dict[str, Any]:
     }
 
 
-WORKERS = [differentiate, mark]
+def forbid() -> dict[str, Any]:
+    """What autograd forbids is refused before anything is sent, so the next operation meets its like."""
+    param = torch.nn.Parameter(torch.ones(4))
+    results = {
+        "view of a leaf": message_of(lambda: bps.push_pull_inplace(param[1:])),
+        "one of several views": message_of(lambda: bps.push_pull_inplace((param * 2).chunk(2)[0])),
+    }
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(torch.ones(3), torch.ones(3))
+        results["dual"] = message_of(lambda: bps.push_pull_inplace(dual))
+    results["view of a frozen one"] = message_of(lambda: bps.push_pull_inplace(param.detach()[1:]))
+    dropped = leaf(bps.rank()).exp()
+    bps.push_pull_async_inplace(dropped.detach())  # nobody waits
+    bps.barrier()
+    results["dropped handle"] = message_of(dropped.sum().backward)
+    return results
+
+
+WORKERS = [differentiate, mark, forbid]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -129,6 +147,16 @@ def test_gradients(size: int) -> None:
             repeated = 1 if divisor == size else size
             assert grads[f"{op} twice"] == pytest.approx((2 * repeated * total / divisor).tolist())
         assert grads["compressed"] == pytest.approx(total.tolist())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_autograd_forbids_is_not_sent(size: int) -> None:
+    for results in results_of(forbid, size):
+        assert "leaf" in results["view of a leaf"][1]
+        assert "multiple views" in results["one of several views"][1]
+        assert results["dual"][0] == "UnsupportedError"
+        assert results["view of a frozen one"] == ("", "")
+        assert "modified by an inplace operation" in results["dropped handle"][1]
 
 
 @pytest.mark.parametrize("size", [1, 2])

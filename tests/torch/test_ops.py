@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,13 @@ def reduce_all() -> dict[Any, Any]:
             assert torch.equal(source, reduced)
             results[dtype, op] = exact(reduced)
     results["error"] = message_of(lambda: bps.push_pull(make("bool", 0), name="bool"))
+    for op in ("Average", "Sum"):
+        source = torch.complex(make("float64", bps.rank()), make("float64", 10 + bps.rank()))
+        for tensor in (source, source.conj(), source.to(torch.complex64)):
+            reduced = bps.push_pull(tensor, op=getattr(bps, op))
+            clone = tensor.clone()
+            assert torch.equal(bps.push_pull_inplace(clone, op=getattr(bps, op)), reduced)
+            results[str(tensor.dtype), op, tensor.is_conj()] = reduced.resolve_conj().to(torch.complex128).numpy()
     return results
 
 
@@ -147,17 +155,115 @@ def compress() -> dict[Any, Any]:
     return results
 
 
+class Wrapped(torch.Tensor):
+    """A tensor that is made of another one, as DTensor is, and has no memory itself."""
+
+    @staticmethod
+    def __new__(cls, inner: Any) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape)
+
+    def __tensor_flatten__(self) -> Any:
+        return [], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was called")
+
+
 def refuse() -> dict[str, Any]:
     ones = torch.ones(3)
+    quantized = torch.quantize_per_tensor(ones, 0.1, 0, torch.qint8)
+    with torch.inference_mode():
+        inference = torch.ones(3)
+    fake = torch._subclasses.FakeTensorMode().from_tensor(ones)
+    every_form = {
+        "meta": torch.ones(3, device="meta"),
+        "sparse": ones.to_sparse(),
+        "csr": torch.eye(3).to_sparse_csr(),
+        "nested": torch.nested.nested_tensor([ones]),
+        "fake": fake,
+        "wrapped": Wrapped(ones),
+        "lazy": torch.nn.LazyLinear(3).weight,
+        "quantized": quantized,
+        "not a tensor": np.ones(3),
+        "freed": ones.clone(),
+    }
+    every_form["freed"].untyped_storage().resize_(0)
+    forms = [
+        bps.push_pull,
+        bps.push_pull_async,
+        bps.push_pull_inplace,
+        bps.push_pull_async_inplace,
+        lambda tensor: bps.broadcast(tensor, 0),
+        lambda tensor: bps.broadcast_(tensor, 0),
+    ]
+    shared = torch.ones(1).expand(5)
     return {
-        "device": message_of(lambda: bps.push_pull(torch.ones(3, device="meta"))),
-        "sparse": message_of(lambda: bps.push_pull(ones.to_sparse())),
-        "complex": message_of(lambda: bps.push_pull(torch.ones(3, dtype=torch.complex64))),
+        case: [message_of(lambda form=form, tensor=tensor: form(tensor)) for form in forms]
+        for case, tensor in every_form.items()
+    } | {
+        "inference": [message_of(lambda form=form: form(inference)) for form in (forms[2], forms[3], forms[5])],
+        "expanded": [message_of(lambda form=form: form(shared)) for form in (forms[2], forms[3], forms[5])],
+        "complex": message_of(lambda: bps.push_pull(torch.ones(3, dtype=torch.complex64), op=bps.Max)),
+        "float8": message_of(lambda: bps.push_pull(ones.to(torch.float8_e5m2))),
+        "root": message_of(lambda: bps.broadcast(ones, bps.size())),
+        "after all that": bps.push_pull(ones, name="last").tolist() == [1, 1, 1],
         "array": message_of(lambda: bps.push_pull_async(np.ones(3))),
         "contradiction": message_of(lambda: bps.push_pull(ones, average=False, op=bps.Average)),
         "other contradiction": message_of(lambda: bps.push_pull(ones, average=True, op=bps.Max)),
         "agreement": message_of(lambda: bps.push_pull(ones, average=False, op=bps.Sum)),
     }
+
+
+def every_dtype() -> list[Any]:
+    """All dtypes of this torch that a tensor of bytes can be seen as."""
+    found = []
+    for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
+        with contextlib.suppress(RuntimeError):  # quantized dtypes, and names without an implementation
+            torch.zeros(24, dtype=torch.uint8).view(dtype).view(torch.uint8)
+            found.append(dtype)
+    return sorted(found, key=str)
+
+
+def disagree() -> dict[str, Any]:
+    """The ranks differ in one thing; all of them hear of it, and the next operation works."""
+    first = bps.rank() == 0
+    cases = {
+        "reduced dtype": lambda: bps.push_pull(torch.ones(4, dtype=torch.float32 if first else torch.int32)),
+        "reduced complex": lambda: bps.push_pull(torch.ones(3, dtype=torch.complex64) if first else torch.ones(3, 2)),
+        "shape": lambda: bps.push_pull(torch.ones(2, 3) if first else torch.ones(3, 2), name="shape"),
+        "op": lambda: bps.push_pull(torch.ones(3), average=first),
+        "root": lambda: bps.broadcast(torch.ones(3), 0 if first else 1),
+        "dtype": lambda: bps.broadcast(torch.ones(4, dtype=torch.float8_e5m2 if first else torch.float8_e4m3fn), 0),
+        "dtype of a size": lambda: bps.broadcast_(torch.ones(4, dtype=torch.complex64 if first else torch.int64), 0),
+    }
+    results = {}
+    for case, call in cases.items():
+        results[case] = message_of(call)
+        results[f"after {case}"] = bps.push_pull(torch.ones(2, 2), average=False).sum().item() == 4 * bps.size()
+    return results
+
+
+def subclass() -> dict[str, bool]:
+    class Named(torch.Tensor):
+        pass
+
+    total = [float(sum(range(bps.size())))] * 3
+    ours = [float(bps.rank())] * 3
+    parameter, named = torch.nn.Parameter(torch.tensor(ours)), torch.tensor(ours).as_subclass(Named)
+    frozen = torch.nn.Parameter(torch.tensor(ours), requires_grad=False)
+    reduced = bps.push_pull(parameter, average=False)
+    good = {
+        "of a parameter": type(reduced) is torch.Tensor and reduced.tolist() == total and reduced.requires_grad,
+        "untouched": parameter.tolist() == ours,
+        "in place": bps.push_pull_inplace(parameter, average=False) is parameter and parameter.tolist() == total,
+        "frozen": not bps.push_pull(frozen).requires_grad,
+        "frozen in place": bps.push_pull_inplace(frozen, average=False) is frozen and frozen.tolist() == total,
+        "class": bps.push_pull(named, average=False).tolist() == total,
+    }
+    bps.broadcast_(named, bps.size() - 1)
+    good["class in place"] = type(named) is Named and named.tolist() == [float(bps.size() - 1)] * 3
+    return good
 
 
 def broadcast() -> dict[str, bool]:
@@ -171,6 +277,14 @@ def broadcast() -> dict[str, bool]:
             good[f"{dtype} {shape}"] = torch.equal(received, theirs) and (rank == root or not torch.equal(ours, theirs))
             good[f"{dtype} {shape}"] |= ours.numel() == 0 or dtype == "bool"
             good[f"{dtype} {shape} in place"] = bps.broadcast_(ours, root) is ours and torch.equal(ours, theirs)
+    for dtype in every_dtype():
+        ours = torch.arange(rank, rank + 24, dtype=torch.uint8).view(dtype)
+        wanted = torch.arange(root, root + 24, dtype=torch.uint8)
+        received = bps.broadcast(ours, root)
+        good[f"bits of {dtype}"] = received.dtype == dtype and torch.equal(received.view(torch.uint8), wanted)
+        bps.broadcast_(ours, root, name="bits")
+        good[f"bits of {dtype} in place"] = torch.equal(ours.view(torch.uint8), wanted)
+    good["every dtype"] = len(every_dtype()) >= 17
     for layout, of_rank in LAYOUTS.items():
         good[layout] = torch.equal(bps.broadcast_(of_rank(rank), root, name=layout), of_rank(root))
     objects = [{"rank": rank}, "x" * (1 + 1000 * rank), None, list(range(10 * rank))]
@@ -207,13 +321,17 @@ def broadcast_models() -> dict[str, Any]:
 
 # What came of it.
 
-WORKERS = [reduce_all, reduce_layouts, use_handles, compress, refuse, broadcast, broadcast_models]
+WORKERS = [reduce_all, reduce_layouts, use_handles, compress, refuse, disagree, subclass, broadcast, broadcast_models]
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_dtype_and_operation(size: int) -> None:
     for results in results_of(reduce_all, size):
         assert results.pop("error")[0] == "UnsupportedError"
+        parts = [stacked("float64", size), np.stack([exact(make("float64", 10 + rank)) for rank in range(size)])]
+        for key in [key for key in results if key[0].startswith("torch.complex")]:
+            truth = OPS[key[1]](parts[0]) + (-1j if key[2] else 1j) * OPS[key[1]](parts[1])
+            np.testing.assert_allclose(results.pop(key), truth, rtol=1e-5 if key[0].endswith("64") else 1e-14)
         for (dtype, op), result in results.items():
             truth = OPS[op](stacked(dtype, size))
             if dtype in TOLERANCE:
@@ -260,18 +378,49 @@ def test_compression(size: int) -> None:
                 assert not np.array_equal(result, inputs.mean(axis=0))
 
 
-def test_what_cannot_be_sent_is_refused_with_a_way_out() -> None:
-    (results,) = results_of(refuse, 1)
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_cannot_be_sent_is_refused_with_a_way_out(size: int) -> None:
+    results = results_of(refuse, size)[0]
     for case, words in {
-        "device": "cpu()",
+        "meta": "torch.empty_like",
         "sparse": "to_dense()",
-        "complex": "view_as_real",
-        "array": "ndarray",
+        "csr": "to_dense()",
+        "nested": "unbind()",
+        "fake": "no data",
+        "wrapped": "tensors inside",
+        "lazy": "compute something",
+        "quantized": "tensor.",
+        "not a tensor": "ndarray",
+        "freed": "no memory",
+        "inference": "torch.inference_mode()",
+        "expanded": "clone",
     }.items():
-        assert results[case][0] == "UnsupportedError", case
-        assert words in results[case][1], case
+        for error, text in results[case]:
+            assert error == "UnsupportedError", (case, error, text)
+            assert words in text, (case, text)
+    assert results["complex"][0] == results["float8"][0] == results["array"][0] == "UnsupportedError"
+    assert "view_as_real" in results["complex"][1]
+    assert "another dtype" in results["float8"][1]
+    assert results["root"][0] == "ValueError"
+    assert results["after all that"]
     assert results["contradiction"][0] == results["other contradiction"][0] == "ValueError"
     assert results["agreement"] == ("", "")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_ranks_hear_of_a_disagreement(size: int) -> None:
+    for results in results_of(disagree, size):
+        for case, result in results.items():
+            if case.startswith("after"):
+                assert result, case
+            else:
+                assert result[0] == "MismatchError", (case, result)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_subclasses(size: int) -> None:
+    for results in results_of(subclass, size):
+        assert all(results.values()), results
 
 
 @pytest.mark.parametrize("size", SIZES)

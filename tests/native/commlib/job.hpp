@@ -170,7 +170,7 @@ class Job {
 // Wait for an operation as the binding does, whoever carries it out; true if it is done.
 [[nodiscard]] inline bool carry_out(Worker& worker, Operation& operation, int timeout_ms) {
   if (worker.poll(operation)) return true;
-  if (operation.caller_slot == 0 && !worker.take(operation)) return worker.wait(operation, timeout_ms);
+  if (!operation.is_callers && !worker.take(operation)) return worker.wait(operation, timeout_ms);
   if (worker.drive(operation, timeout_ms)) return true;
   worker.hand_over(operation);
   return false;

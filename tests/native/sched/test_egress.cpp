@@ -157,3 +157,96 @@ TEST_CASE("egress: a peer that is gone gets nothing, and others lose nothing") {
   egress.discard(0);
   CHECK(drain(egress, 1) == std::vector<std::uint64_t>{0, 1, 2, 3, 4, 5, 6, 7, 8, 9});
 }
+
+TEST_CASE("egress: where it holds, nobody is sent more than a little of what stands behind what another waits for") {
+  constexpr std::uint64_t kFar = Egress::kMostAheadBytes + 1;
+  Egress egress(4, 3, true);
+  std::vector<PeerId> told;
+  egress.set_notify([&](PeerId peer) { told.push_back(peer); });
+  const std::uint64_t line = egress.reserve(4 * kFar);
+  egress.push(1, frame_of(FrameKind::kPush, 11), 0, line);
+  egress.push(2, frame_of(FrameKind::kPush, 20), 0, line + Egress::kMostAheadBytes);
+  egress.push(2, frame_of(FrameKind::kPush, 21), 0, line + kFar);
+  egress.push(2, frame_of(FrameKind::kResult, 22), 5, line + 2 * kFar);  // of a higher priority: never held up
+  egress.push(2, frame_of(FrameKind::kReady, 23), 0);                    // nor what steers
+  egress.push(3, frame_of(FrameKind::kPush, 31), 0, line + 3 * kFar);    // nor what is for the own node
+  told.clear();
+  CHECK(drain(egress, 2) == std::vector<std::uint64_t>{23, 22, 20});
+  CHECK(egress.has(2));
+  CHECK(drain(egress, 3) == std::vector<std::uint64_t>{31});
+  CHECK(told.empty());
+
+  SUBCASE("until that has been taken") { CHECK(drain(egress, 1) == std::vector<std::uint64_t>{11}); }
+  SUBCASE("or its peer is gone") { egress.discard(1); }
+  SUBCASE("or nothing is to be held any more") { egress.stop_holding(); }
+  SUBCASE("or something comes for it that stands farther ahead") {
+    egress.push(2, frame_of(FrameKind::kPush, 24), 0, line);
+    CHECK(told == std::vector<PeerId>{2});
+    CHECK(drain(egress, 2) == std::vector<std::uint64_t>{24});
+    CHECK(drain(egress, 1) == std::vector<std::uint64_t>{11});
+    told.erase(told.begin());
+  }
+  CHECK(told == std::vector<PeerId>{2});
+  CHECK(drain(egress, 2) == std::vector<std::uint64_t>{21});
+}
+
+TEST_CASE("egress: what is not reserved is not held, and one that does not hold does not") {
+  for (const bool holds : {false, true}) {
+    Egress egress(3, 0, holds);
+    const std::uint64_t line = egress.reserve(100 << 20);
+    egress.push(1, frame_of(FrameKind::kPush, 1), 0, line);
+    if (!holds) egress.push(2, frame_of(FrameKind::kPush, 2), 0, line + (50 << 20));
+    egress.push(2, frame_of(FrameKind::kEager, 3), 0);
+    CHECK(drain(egress, 2).size() == (holds ? 1 : 2));
+  }
+}
+
+TEST_CASE("egress: whoever waits for a word is told, and everything leaves, in whatever order it comes") {
+  for (std::uint32_t seed = 0; seed < 200; ++seed) {
+    std::mt19937 random(seed);
+    constexpr PeerId kPeers = 5;
+    Egress egress(kPeers, random() % kPeers, true);
+    std::vector<bool> may_ask(kPeers, false);  // has been told since it was last refused
+    egress.set_notify([&](PeerId peer) { may_ask[peer] = true; });
+    std::uint64_t pushed = 0;
+    std::uint64_t left = 0;
+    std::uint64_t line = 0;
+    for (int step = 0; step < 2000; ++step) {
+      if (step < 1000 && random() % 2 == 0) {
+        if (random() % 20 == 0) line = egress.reserve(8 << 20);
+        const auto priority = static_cast<std::int32_t>(random() % 3);
+        const OutFrame out = frame_of(FrameKind::kPush, ++pushed, random() % 65536);
+        if (random() % 4 == 0) {
+          egress.push(random() % kPeers, out, priority);
+        } else {
+          egress.push(random() % kPeers, out, priority, line + random() % (8 << 20));
+        }
+        continue;
+      }
+      // Any of those who may ask; the others wait for ever if they are not told.
+      const PeerId peer = random() % kPeers;
+      OutFrame out;
+      if (!may_ask[peer]) continue;
+      if (egress.next(peer, &out)) {
+        ++left;
+        egress.sent(peer, out);
+      } else {
+        may_ask[peer] = false;
+      }
+    }
+    for (bool moved = true; moved;) {
+      moved = false;
+      for (PeerId peer = 0; peer < kPeers; ++peer) {
+        OutFrame out;
+        while (may_ask[peer] && egress.next(peer, &out)) {
+          ++left;
+          moved = true;
+        }
+        may_ask[peer] = false;
+      }
+      for (PeerId peer = 0; peer < kPeers; ++peer) moved = moved || may_ask[peer];
+    }
+    CHECK(left == pushed);
+    for (PeerId peer = 0; peer < kPeers; ++peer) CHECK(!egress.has(peer));
+  }
+}
