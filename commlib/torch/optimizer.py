@@ -6,8 +6,7 @@ the ``__dict__`` of the user's object: groups, state and learning rates are the 
 no constructor runs a second time. What commlib adds lies in two slots, outside that ``__dict__``, so it gets neither
 into checkpoints nor into the user's object.
 
-Hooks on the parameters know the reducer by weak reference only: otherwise every parameter would keep the optimizer
-alive, which keeps all parameters alive.
+When and how gradients are reduced is the matter of ``commlib/torch/reducer.py``.
 """
 
 from __future__ import annotations
@@ -19,192 +18,18 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.optim import Optimizer
 
-import commlib
-from commlib import Average, Max, ReduceOp, Sum
-from commlib.errors import CommlibError, OperationTimeout, UnsupportedError
+from commlib import Average, ReduceOp, Sum
 from commlib.torch import ops
 from commlib.torch.compression import Compression, Compressor
+from commlib.torch.reducer import Reducer
 
 # Optimizers are told apart by the order in which the program makes them, which is the same on all ranks.
 _instances = itertools.count()
-
-
-@dataclass(slots=True)
-class _Reduction:
-    """A gradient in flight, how often it had been changed when it took off, and what became of it."""
-
-    handle: ops.Handle
-    grad: torch.Tensor
-    version: int
-    is_done: bool = False
-    error: Exception | None = None
-
-    def finish(self, param: torch.Tensor, name: str) -> None:
-        """Wait for it, once. Raises only ``OperationTimeout``; it is still in flight then."""
-        if self.is_done:
-            return
-        # A gradient that the user has dropped since is not missed, but one that was changed is lost.
-        replaced = param.grad is not self.grad and param.grad is not None
-        if replaced or self.grad._version != self.version:
-            self.error = RuntimeError(
-                f"the gradient of {name!r} was changed while it was being reduced: call synchronize() before reading "
-                "or changing gradients (to clip or unscale them, for example)"
-            )
-        try:
-            self.handle.wait()
-        except OperationTimeout:
-            raise
-        except CommlibError as error:
-            self.error = error
-        self.is_done = True
-
-
-class Reducer:
-    """Reduces the gradients of a list of named parameters, each as soon as backward has computed it."""
-
-    def __init__(
-        self,
-        named: list[tuple[str, torch.Tensor]],
-        compression: Compressor,
-        passes: int,
-        op: ReduceOp,
-        sparse_as_dense: bool,
-    ) -> None:
-        self.prefix = f"DistributedOptimizer.{next(_instances)}."
-        self.passes = passes
-        self.op = op
-        self.skip = False
-        # Whether all gradients are reduced and no backward pass has run since.
-        self.reduced = False
-        self._active = commlib.size() > 1
-        self._compression = compression
-        self._sparse_as_dense = sparse_as_dense
-        self._names: list[str] = []
-        self._params: list[torch.Tensor] = []
-        self._passes_done: list[int] = []
-        self._pending: dict[int, _Reduction] = {}
-        # Which parameters have been used, by any rank; from the first synchronize() of a step until all is reduced.
-        self._used: commlib.Handle | None = None
-        self._hooks: list[Any] = []
-        self.add(named)
-        weakref.finalize(self, _remove_all, self._hooks).atexit = False
-
-    def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Watch further parameters. They go behind those already known in priority."""
-        known = len(self._names)
-        for name, param in named:
-            self._names.append(self.prefix + name)
-            self._params.append(param)
-            self._passes_done.append(0)
-            if self._active:
-                ops.check(param)
-                self._hooks.append(_register(param, _ready_hook(self, len(self._params) - 1)))
-        if self._active:
-            commlib.declare([(n, p.nbytes) for n, p in zip(self._names[known:], self._params[known:], strict=True)])
-
-    def remove_hooks(self) -> None:
-        """Finish what is in flight and stop watching."""
-        if self._pending:
-            self.synchronize()
-        _remove_all(self._hooks)
-
-    def ready(self, index: int) -> None:
-        """Note a pass over a parameter, and start the reduction of its gradient after the last one."""
-        if index in self._pending:
-            raise RuntimeError(
-                f"the gradient of {self._names[index]!r} was computed again while it was being reduced: call step() or "
-                f"zero_grad() after every {self.passes} backward passes, or set backward_passes_per_step"
-            )
-        if self.reduced and self.op == Sum:
-            raise RuntimeError(
-                f"the gradient of {self._names[index]!r} has been summed over the ranks already and would be again: "
-                "call step() or zero_grad() of this optimizer before the next backward()"
-            )
-        self.reduced = False
-        self._passes_done[index] += 1
-        if self._passes_done[index] >= self.passes:
-            self._submit(index)
-
-    def synchronize(self) -> None:
-        """Reduce what backward has not submitted, wait for everything, then raise the first error.
-
-        May be called again after ``OperationTimeout``, which leaves everything as it is.
-        """
-        if not self._active or self.reduced:
-            return
-        if self._used is None:
-            self._used = self._ask_who_used()
-        for index, used in enumerate(self._used.wait()):
-            if used and index not in self._pending:
-                param = self._params[index]
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
-                self._submit(index)
-        for index, reduction in self._pending.items():
-            reduction.finish(self._params[index], self._names[index])
-        error = next((reduction.error for reduction in self._pending.values() if reduction.error), None)
-        self._pending.clear()
-        self._used = None
-        if error is not None:
-            raise error
-        self._passes_done = [0] * len(self._params)
-        self.reduced = True
-
-    def require_idle(self) -> None:
-        """Raise if a step taken now would read gradients while they are written."""
-        if self._pending:
-            raise RuntimeError("step() inside skip_synchronize() needs a synchronize() before it")
-
-    def restart(self) -> None:
-        """Begin a new step: what is in ``grad`` from now on has not been reduced."""
-        self.reduced = False
-
-    def discard(self) -> None:
-        """Forget gradients that are about to be reset. What is in flight has to land first, on all ranks."""
-        if self._pending:
-            warnings.warn("zero_grad() before step(): gradients that were being reduced are thrown away", stacklevel=3)
-            for index, reduction in self._pending.items():
-                self._params[index].grad, reduction.version = reduction.grad, reduction.grad._version
-            self.synchronize()
-        self._passes_done = [0] * len(self._params)
-        self.reduced = False
-
-    def mean_loss(self, loss: Any) -> Any:
-        """Return the loss over all ranks, reduced as the gradients are."""
-        if not self._active:
-            return loss
-        return ops.push_pull(torch.as_tensor(loss).detach(), name=self.prefix + "loss", op=self.op)
-
-    def _submit(self, index: int) -> None:
-        param = self._params[index]
-        grad = param.grad
-        assert grad is not None
-        if grad.layout is not torch.strided and self._sparse_as_dense:
-            param.grad = grad = grad.to_dense()
-        elif grad.layout is not torch.strided:
-            raise UnsupportedError(
-                f"the gradient of {self._names[index]!r} is sparse; use DistributedOptimizer(…, sparse_as_dense=True)"
-            )
-        # What forward needs first is sent first; its gradient is the last that backward computes.
-        handle = ops.submit(grad, self.op, self._names[index], -index, self._compression, inplace=True)
-        self._pending[index] = _Reduction(handle, grad, grad._version)
-
-    def _ask_who_used(self) -> commlib.Handle:
-        """Start to find out for each parameter whether any rank has a gradient for it.
-
-        A parameter that only some ranks have used is reduced by all of them, with zeros from the others. One that no
-        rank has used keeps ``grad = None``: a gradient of zeros would not be the same, many optimizers move weights
-        on zeros too.
-        """
-        here = [index in self._pending or param.grad is not None for index, param in enumerate(self._params)]
-        return commlib.push_pull_async_(np.array(here, np.uint8), name=self.prefix + "used", op=Max, priority=1)
 
 
 class _DistributedOptimizer(Optimizer):
@@ -251,8 +76,10 @@ class _DistributedOptimizer(Optimizer):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Reset gradients as the wrapped optimizer does; warns if they have not been used by a ``step()``."""
-        self._reducer.discard()
+        if self._reducer.discard():
+            warnings.warn("zero_grad() before step(): gradients that were being reduced are thrown away", stacklevel=2)
         super().zero_grad(*args, **kwargs)
+        self._reducer.zero()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as the wrapped optimizer does. Its gradients are reduced too, named by their place."""
@@ -262,11 +89,11 @@ class _DistributedOptimizer(Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change over how many backward passes gradients are summed before they are reduced."""
-        self._reducer.passes = _positive(passes)
+        self._reducer.set_passes(_positive(passes))
 
     def unwrap(self) -> Optimizer:
         """Stop reducing and return the wrapped optimizer, which has all state. This wrapper must not be used again."""
-        self._reducer.remove_hooks()
+        self._reducer.remove()
         _rebind_step(self._original)
         return self._original
 
@@ -279,7 +106,7 @@ class _DistributedOptimizer(Optimizer):
 
     def _reduce(self) -> None:
         if self._reducer.skip:
-            self._reducer.require_idle()
+            self._reducer.require_reduced()
         else:
             self._reducer.synchronize()
 
@@ -287,7 +114,10 @@ class _DistributedOptimizer(Optimizer):
         self._reducer.restart()
         loss = closure()
         self._reduce()
-        return self._reducer.mean_loss(loss) if isinstance(self, torch.optim.LBFGS) else loss
+        if not isinstance(self, torch.optim.LBFGS) or not self._reducer.is_active:
+            return loss
+        name = f"{self._reducer.prefix}loss"
+        return ops.push_pull(torch.as_tensor(loss).detach(), name=name, op=self._reducer.op)
 
 
 def DistributedOptimizer(  # noqa: N802 - the name scripts use
@@ -325,7 +155,8 @@ def DistributedOptimizer(  # noqa: N802 - the name scripts use
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         raise TypeError(f"compression is {compression!r}; expected one as Compression.fp16")
     named = _named(optimizer, named_parameters)
-    reducer = Reducer(named, compression, _positive(backward_passes_per_step), op, sparse_as_dense)
+    prefix = f"DistributedOptimizer.{next(_instances)}."
+    reducer = Reducer(prefix, named, compression, _positive(backward_passes_per_step), op, sparse_as_dense)
 
     base = type(optimizer)
     derived = type(base.__name__, (_DistributedOptimizer, base), {"__module__": base.__module__})
@@ -373,34 +204,6 @@ def _named(
             "are missing"
         )
     return list(by_id.values())
-
-
-def _ready_hook(reducer: Reducer, index: int) -> Callable[[torch.Tensor], None]:
-    reference = weakref.ref(reducer)
-
-    def hook(param: torch.Tensor) -> None:
-        alive = reference()
-        if alive is not None:
-            alive.ready(index)
-
-    return hook
-
-
-def _register(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
-    """Register ``hook`` on a parameter even if it is frozen now: it may be thawed later."""
-    frozen = not param.requires_grad
-    if frozen:
-        param.requires_grad_(True)
-    try:
-        return param.register_post_accumulate_grad_hook(hook)
-    finally:
-        if frozen:
-            param.requires_grad_(False)
-
-
-def _remove_all(hooks: list[Any]) -> None:
-    while hooks:
-        hooks.pop().remove()
 
 
 def _rebind_step(optimizer: Optimizer) -> None:

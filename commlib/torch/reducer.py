@@ -1,0 +1,565 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients, reduced over all ranks while backward still computes others.
+
+Design notes. A parameter that every rank uses in every step is *regular*: its gradient lies in a flat bucket in the
+arena, ``param.grad`` is a view into it, and the bucket is reduced in one operation as soon as the last of its gradients
+has been computed. The buckets are made after the first step, in the order in which gradients became ready on rank 0.
+All other parameters are *irregular*, and so is every one before that: they are reduced when ``synchronize()`` is
+called, each for itself, those of them that any rank has used.
+
+Ranks must never wait for each other with different things in hand, and what a rank will use is known to it alone. So
+
+- each bucket carries a flag a parameter: has this rank a gradient? A rank that has none after the backward pass in
+  which it had one in earlier steps (``_Bucket.due``) sends zeros there, and does not keep the others waiting.
+- a parameter for which a flag was missing is irregular from then on, on all ranks, for all have seen the flags. If its
+  gradient comes after all, in a later backward pass of the same step, it is reduced by ``synchronize()`` and added.
+
+When ``backward()`` returns, what it has submitted has been waited for, so nobody sees a gradient in flight. That takes
+place in a callback of the autograd engine. Reentrant checkpointing has backward passes within backward passes, with
+callbacks of their own; each waits for what has been submitted, and that is always right.
+
+Hooks know the reducer by weak reference only: otherwise every parameter would keep the optimizer alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+import commlib
+from commlib import ReduceOp, Sum
+from commlib.errors import CommlibError, OperationTimeout, UnsupportedError
+from commlib.torch import ops
+from commlib.torch.compression import Compressor
+
+BUCKET_BYTES = 4 << 20
+_LINE_BYTES = 64  # what a gradient in a bucket is aligned to
+_NEVER = 1 << 62
+
+# Who reduces a parameter: two would average the average.
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class Slot:
+    """One parameter, and what is known of its gradient in this step."""
+
+    __slots__ = (
+        "bucket",
+        "error",
+        "grad",
+        "index",
+        "is_demoted",
+        "is_late",
+        "name",
+        "param",
+        "passes",
+        "place",
+        "ready_at",
+        "ready_in",
+        "version",
+        "view",
+    )
+
+    def __init__(self, index: int, name: str, param: torch.Tensor) -> None:
+        self.index = index
+        self.name = name
+        self.param = param
+        self.passes = 0  # backward passes since the last reduction
+        self.ready_at = -1  # when its gradient was computed, among all of this step
+        self.ready_in = 0  # in which backward pass of this step
+        self.bucket: _Bucket | None = None
+        self.place = 0  # in the bucket
+        self.view: torch.Tensor | None = None  # of the bucket
+        self.is_late = False  # its gradient came after its bucket had left without it
+        self.is_demoted = False  # it was regular once, and proved not to be
+        # An irregular gradient, and how often it had been changed, when backward had computed it.
+        self.grad: torch.Tensor | None = None
+        self.version = 0
+
+
+class _Bucket:
+    """Gradients of one dtype, one after another in the arena. In front of them is a flag for each."""
+
+    def __init__(self, name: str, slots: Sequence[Slot], priority: int) -> None:
+        self.name = name
+        self.slots = list(slots)
+        self.priority = priority
+        self.due = _NEVER  # after this backward pass of a step it leaves, complete or not
+        self.missing = 0
+        self.handle: ops.Handle | None = None
+        self.is_done = False
+        self.lacking: list[Slot] = []  # those that a rank had no gradient for
+        self.error: CommlibError | None = None
+        dtype = slots[0].param.dtype
+        unit = _LINE_BYTES // dtype.itemsize
+        offsets, end = [], _rounded(len(slots), unit)
+        for slot in slots:
+            offsets.append(end)
+            end += _rounded(slot.param.numel(), unit)
+        memory = commlib.zeros(end * dtype.itemsize, np.uint8)
+        self.flat = torch.from_numpy(memory).view(dtype)
+        self.flags = self.flat[: len(slots)]
+        for place, (slot, offset) in enumerate(zip(slots, offsets, strict=True)):
+            slot.bucket, slot.place, slot.view = self, place, _view(self.flat, offset, slot.param)
+        self.restart()
+
+    def members(self) -> list[Slot]:
+        """Those that have not proved irregular since."""
+        return [slot for slot in self.slots if slot.bucket is self]
+
+    @property
+    def has_left(self) -> bool:
+        return self.handle is not None or self.is_done
+
+    def restart(self) -> None:
+        self.missing = len(self.members())
+        self.handle, self.is_done, self.error, self.lacking = None, False, None, []
+
+
+class Reducer:
+    """Reduces the gradients of a list of named parameters.
+
+    ``passes``: backward passes until a gradient is complete. ``waits``: whether ``backward()`` waits for what it has
+    submitted. In a job of one process there are no hooks and no buckets.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        named: list[tuple[str, torch.Tensor]],
+        compression: Compressor,
+        passes: int,
+        op: ReduceOp,
+        sparse_as_dense: bool,
+        waits: bool = True,
+    ) -> None:
+        self.prefix = prefix
+        self.passes = passes
+        self.op = op
+        self.is_active = commlib.size() > 1
+        self.skip = False  # what is asked for in `step`
+        self.reduced = False  # all gradients are, and no backward pass has run since
+        self.buckets: list[_Bucket] = []
+        self.slots: list[Slot] = []
+        self._compression = compression
+        self._sparse_as_dense = sparse_as_dense
+        self._waits = waits
+        self._size = commlib.size()
+        self._generation = 0  # of buckets
+        self._backwards: set[int] = set()  # graph tasks that will call back
+        self._ended = 0  # backward passes that have ended since the last reduction
+        self._clock = 0
+        self._used: commlib.Handle | None = None  # who used the irregular ones; until all is reduced
+        self._pending: dict[int, ops.Handle] = {}  # irregular gradients in flight
+        self._extras: dict[int, torch.Tensor] = {}  # those of them that are added to what has been reduced
+        self._counts: list[int] = []
+        self._touched: str | None = None
+        self._hooks: list[Any] = []
+        self.add(named)
+        weakref.finalize(self, _remove_all, self._hooks).atexit = False
+
+    def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Watch further parameters. Raises ``ValueError`` for one that a living reducer watches already."""
+        named = list(named)
+        for name, param in named:
+            owner = _owners.get(param)
+            if owner is not None and owner() is not None and owner() is not self:
+                raise ValueError(
+                    f"{name!r} is a parameter of another DistributedOptimizer or DistributedDataParallel, which "
+                    "reduces its gradient: unwrap that one first"
+                )
+            if self.is_active:
+                ops.check(param)
+        known = len(self.slots)
+        for name, param in named:
+            slot = Slot(len(self.slots), self.prefix + name, param)
+            self.slots.append(slot)
+            _owners[param] = weakref.ref(self)
+            if self.is_active:
+                self._hooks.append(_register(param, _ready_hook(self, slot.index)))
+        if self.is_active:
+            commlib.declare([(slot.name, slot.param.nbytes) for slot in self.slots[known:]])
+
+    def remove(self) -> None:
+        """Finish what is in flight, stop watching, and leave the parameters to others."""
+        self.discard()
+        for bucket in self.buckets:
+            for slot in bucket.members():
+                _move_out(slot)
+        _remove_all(self._hooks)
+        for slot in self.slots:
+            owner = _owners.get(slot.param)
+            if owner is not None and owner() is self:
+                del _owners[slot.param]
+
+    def set_passes(self, passes: int) -> None:
+        """Change how many passes make a gradient complete. When buckets are due has to be learned anew."""
+        self.passes = passes
+        for bucket in self.buckets:
+            bucket.due = _NEVER
+
+    # While backward runs --------------------------------------------------------------------------------------------
+
+    def _ready(self, slot: Slot) -> None:
+        """A backward pass has computed a gradient, and added it to what was there."""
+        if slot.passes >= self.passes or self._pending:
+            raise RuntimeError(
+                f"the gradient of {slot.name!r} was computed again before it was used: call step() or zero_grad() "
+                f"after every {self.passes} backward passes, or set backward_passes_per_step"
+            )
+        if self.reduced and self.op == Sum:
+            raise RuntimeError(
+                f"the gradient of {slot.name!r} has been summed over the ranks already and would be again: call step() "
+                "or zero_grad() of this optimizer before the next backward()"
+            )
+        self.reduced = False
+        grad = self._dense(slot)
+        self._expect_end()
+        slot.passes += 1
+        slot.ready_at, slot.ready_in = self._clock, self._ended + 1
+        self._clock += 1
+        bucket = slot.bucket
+        if bucket is None or bucket.has_left:
+            slot.is_late = bucket is not None
+            slot.grad, slot.version = grad, grad._version
+            return
+        self._move_in(slot)
+        if slot.passes >= self.passes:
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                bucket.due = slot.ready_in
+                self._submit(bucket)
+
+    def _dense(self, slot: Slot) -> torch.Tensor:
+        grad = slot.param.grad
+        assert grad is not None
+        if grad.layout is torch.strided:
+            return grad
+        if not self._sparse_as_dense:
+            raise UnsupportedError(
+                f"the gradient of {slot.name!r} is sparse; use DistributedOptimizer(…, sparse_as_dense=True)"
+            )
+        slot.param.grad = grad = grad.to_dense()
+        return grad
+
+    def _move_in(self, slot: Slot) -> None:
+        """Make the gradient a view of the bucket, if it is not."""
+        if slot.param.grad is slot.view:
+            return
+        grad = self._dense(slot)
+        assert slot.view is not None
+        slot.view.copy_(grad.detach())
+        slot.param.grad = slot.view
+
+    def _expect_end(self) -> None:
+        task = _graph_task()
+        if task in self._backwards:
+            return
+        self._backwards.add(task)
+        reference = weakref.ref(self)
+
+        def ended() -> None:
+            reducer = reference()
+            if reducer is not None:
+                reducer._end_of_backward(task)
+
+        torch.autograd.Variable._execution_engine.queue_callback(ended)
+
+    def _end_of_backward(self, task: int) -> None:
+        self._backwards.discard(task)
+        self._ended += 1
+        for bucket in self.buckets:
+            if not bucket.has_left and self._ended >= bucket.due and self._is_over(bucket):
+                self._submit(bucket)
+        if self._waits:
+            self._finish_buckets()
+            error = next((bucket.error for bucket in self.buckets if bucket.error is not None), None)
+            if error is not None:
+                raise error
+
+    def _is_over(self, bucket: _Bucket) -> bool:
+        return all(slot.passes in (0, self.passes) for slot in bucket.members())
+
+    def _submit(self, bucket: _Bucket) -> None:
+        # All have 1: the sum of the flags, as the average, is then 1 for sure, in any dtype.
+        flags = []
+        for slot in bucket.slots:
+            has_grad = slot.bucket is bucket and self._has_grad(slot)
+            flags.append(1 / self._size if self.op == Sum and has_grad else float(has_grad))
+            if has_grad:
+                self._move_in(slot)
+            elif slot.bucket is bucket:
+                assert slot.view is not None
+                slot.view.zero_()
+                slot.param.grad = None
+        bucket.flags.copy_(torch.tensor(flags))
+        bucket.handle = ops.submit(bucket.flat, self.op, bucket.name, bucket.priority, self._compression, inplace=True)
+
+    def _has_grad(self, slot: Slot) -> bool:
+        """Whether there is a gradient that this rank has put there, and not only zeros where one may come."""
+        grad = slot.param.grad
+        if slot.passes > 0 or grad is None:
+            return slot.passes > 0
+        return grad is not slot.view or bool(torch.any(grad))
+
+    def finish(self, bucket: _Bucket) -> None:
+        """Wait for a bucket that has left. Raises only ``OperationTimeout``; it is still in flight then."""
+        if bucket.handle is None:
+            return
+        bucket.error = _error_of(bucket.handle)
+        bucket.handle, bucket.is_done = None, True
+        if bucket.error is not None:
+            return
+        # Of very many ranks, one that lacks something cannot be seen in 16 bits. Its zeros are right all the same.
+        coarse = 2**-7 if bucket.flat.dtype.itemsize < 4 else 0.0
+        for slot, flag in zip(bucket.slots, bucket.flags.tolist(), strict=True):
+            if slot.bucket is not bucket:
+                continue
+            if flag < 1 - max(0.5 / self._size, coarse):
+                bucket.lacking.append(slot)
+            elif slot.param.grad is None:
+                slot.param.grad = slot.view
+
+    def _finish_buckets(self) -> None:
+        for bucket in self.buckets:
+            self.finish(bucket)
+
+    # Between backward and step --------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Submit all buckets that have not left, with zeros for gradients that there are none of."""
+        for bucket in self.buckets:
+            if not bucket.has_left:
+                bucket.due = _NEVER
+                self._submit(bucket)
+
+    def synchronize(self) -> None:
+        """Reduce what backward has not submitted, wait for everything, then raise the first error.
+
+        May be called again after ``OperationTimeout``, which leaves everything as it is.
+        """
+        if not self.is_active or self.reduced:
+            return
+        if self._used is None:
+            self.flush()
+            self._finish_buckets()
+            lacking = {slot.index for bucket in self.buckets for slot in bucket.lacking}
+            if any(slot.bucket is None or slot.index in lacking for slot in self.slots):
+                self._used = self._ask_who_used(lacking)
+        errors = [bucket.error for bucket in self.buckets if bucket.error is not None]
+        if self._used is not None and (error := _error_of(self._used)) is not None:
+            errors.append(error)
+        elif self._used is not None:
+            if not self._counts:
+                self._counts = self._used.wait().tolist()
+                self._touched = self._find_touched()
+            self._submit_irregular()
+            errors += [error for handle in self._pending.values() if (error := _error_of(handle)) is not None]
+        touched, self._touched = self._touched, None
+        self._after_reduction(is_good=not errors)
+        if errors:
+            raise errors[0]
+        if touched is not None:
+            raise RuntimeError(
+                f"the gradient of {touched!r} was changed after backward had computed it and before it was reduced: "
+                "call synchronize() before changing gradients (to clip or unscale them, for example)"
+            )
+        self.reduced = True
+
+    def _ask_who_used(self, lacking: set[int]) -> commlib.Handle:
+        """Start to count, for each irregular parameter, the ranks that have a gradient for it."""
+        here = [
+            (slot.is_late if slot.index in lacking else slot.bucket is None) and slot.param.grad is not None
+            for slot in self.slots
+        ]
+        return commlib.push_pull_async_(np.array(here, np.int32), name=f"{self.prefix}used", op=Sum, priority=1)
+
+    def _submit_irregular(self) -> None:
+        for slot, count in zip(self.slots, self._counts, strict=True):
+            if count == 0 or slot.index in self._pending:
+                continue
+            if slot.bucket is None:
+                if slot.param.grad is None:
+                    slot.param.grad = torch.zeros_like(slot.param)
+                grad = self._dense(slot)
+            else:  # what has come after the bucket had left is added to what has come back with it
+                grad = slot.param.grad.detach() if slot.is_late and slot.param.grad is not None else None
+                grad = torch.zeros_like(slot.param) if grad is None else grad.clone()
+                self._extras[slot.index] = grad
+            self._pending[slot.index] = ops.submit(
+                grad, self.op, slot.name, slot.index - len(self.slots), self._compression, inplace=True
+            )
+
+    def _find_touched(self) -> str | None:
+        """The name of an irregular gradient that is not what backward has computed. None at all is none."""
+        for slot in self.slots:
+            grad = slot.param.grad
+            if slot.bucket is not None or slot.grad is None or grad is None:
+                continue
+            if grad is not slot.grad or grad._version != slot.version:
+                return slot.name
+        return None
+
+    def _after_reduction(self, is_good: bool) -> None:
+        lacking = [slot for bucket in self.buckets for slot in bucket.lacking]
+        for slot in lacking if is_good else ():
+            assert slot.bucket is not None
+            assert slot.view is not None
+            was_used = slot.bucket.flags[slot.place].item() > 0
+            if slot.index in self._extras:
+                slot.view.add_(self._extras[slot.index])
+                was_used = True
+            if not was_used:
+                slot.view = None
+            slot.is_demoted = True
+            _move_out(slot)
+        for bucket in self.buckets:
+            members = bucket.members()
+            if 4 * sum(slot.param.nbytes for slot in members) < 3 * sum(slot.param.nbytes for slot in bucket.slots):
+                for slot in members:  # they will be in another one soon
+                    _move_out(slot)
+        self.buckets = [bucket for bucket in self.buckets if bucket.members()]
+        if is_good and self._counts:
+            self._promote(self._counts)
+        self._pending.clear()
+        self._extras.clear()
+        self._used, self._counts = None, []
+        self.restart()
+
+    def _promote(self, counts: list[int]) -> None:
+        """Put those that all ranks have used, and that never disappointed, into buckets."""
+        chosen = [
+            slot
+            for slot, count in zip(self.slots, counts, strict=True)
+            if count == self._size and slot.bucket is None and not slot.is_demoted and not slot.param.is_complex()
+        ]
+        if not chosen:
+            return
+        order = np.array([slot.ready_at for slot in chosen], np.int64)
+        commlib.broadcast_(order, 0, name=f"{self.prefix}order.{self._generation}")
+        by_readiness = [chosen[i] for i in np.argsort(order, kind="stable")]
+        for slots in _divided(by_readiness):
+            name = f"{self.prefix}bucket.{self._generation}"
+            self._generation += 1
+            # What forward needs first is what backward computes last.
+            bucket = _Bucket(name, slots, priority=len(self.buckets))
+            if all(slot.passes == self.passes for slot in slots):
+                bucket.due = max(slot.ready_in for slot in slots)
+            for slot in slots:
+                self._move_in(slot)
+            self.buckets.append(bucket)
+
+    def restart(self) -> None:
+        """Begin a new step: what is in ``grad`` from now on has not been reduced."""
+        self.reduced = False
+        self._ended = self._clock = 0
+        for slot in self.slots:
+            slot.passes, slot.is_late, slot.grad = 0, False, None
+        for bucket in self.buckets:
+            bucket.restart()
+
+    def require_reduced(self) -> None:
+        """Raise if a step taken now would use gradients that have not been reduced."""
+        if self._is_begun():
+            raise RuntimeError("step() inside skip_synchronize() needs a synchronize() before it")
+
+    def _is_begun(self) -> bool:
+        return bool(self._pending) or self._used is not None or any(slot.passes for slot in self.slots)
+
+    def discard(self) -> bool:
+        """Forget gradients that are about to be reset; say whether there were any that had been submitted.
+
+        What is in flight has to land first, on all ranks.
+        """
+        has_left = any(bucket.has_left for bucket in self.buckets) or bool(self._pending)
+        # Where one rank has submitted something, another may not have: it has to, lest it be taken for the next step's.
+        if self.is_active and self._is_begun() and (self.buckets or self._pending):
+            for slot in self.slots:
+                slot.grad = None  # may have been changed: nobody will use it
+            self.synchronize()
+        self.restart()
+        return has_left
+
+    def zero(self) -> None:
+        """Zero the buckets, and make them the gradients of their parameters again."""
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+            for slot in bucket.members():
+                slot.param.grad = slot.view
+
+
+def _move_out(slot: Slot) -> None:
+    """Give a parameter a gradient of its own again, with what there is in the bucket."""
+    if slot.param.grad is not None or slot.is_demoted:
+        slot.param.grad = None if slot.view is None else slot.view.clone()
+    slot.bucket = slot.view = None
+
+
+def _error_of(handle: ops.Handle | commlib.Handle) -> CommlibError | None:
+    """Wait for it, and say what it has failed with. Raises only ``OperationTimeout``; it is still in flight then."""
+    try:
+        handle.wait()
+    except OperationTimeout:
+        raise
+    except CommlibError as error:
+        return error
+    return None
+
+
+def _rounded(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
+
+
+def _view(flat: torch.Tensor, offset: int, param: torch.Tensor) -> torch.Tensor:
+    """A part of a bucket in the shape, and where that has no gaps in the strides, of a parameter."""
+    strides = torch.empty_like(param, device="meta").stride()
+    return flat.as_strided(param.shape, strides, offset)
+
+
+def _divided(slots: Sequence[Slot]) -> Iterable[list[Slot]]:
+    """The same in groups of one dtype and about BUCKET_BYTES, in the order in which they are complete."""
+    open_groups: dict[torch.dtype, list[Slot]] = {}
+    for slot in slots:
+        group = open_groups.setdefault(slot.param.dtype, [])
+        group.append(slot)
+        if sum(member.param.nbytes for member in group) >= BUCKET_BYTES:
+            yield open_groups.pop(slot.param.dtype)
+    yield from open_groups.values()
+
+
+def _graph_task() -> int:
+    """The number of the backward pass that runs."""
+    return int(torch._C._current_graph_task_id())
+
+
+def _ready_hook(reducer: Reducer, index: int) -> Callable[[torch.Tensor], None]:
+    reference = weakref.ref(reducer)
+
+    def hook(param: torch.Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive._ready(alive.slots[index])
+
+    return hook
+
+
+def _register(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
+    """Register ``hook`` on a parameter even if it is frozen now: it may be thawed later."""
+    frozen = not param.requires_grad
+    if frozen:
+        param.requires_grad_(True)
+    try:
+        return param.register_post_accumulate_grad_hook(hook)
+    finally:
+        if frozen:
+            param.requires_grad_(False)
+
+
+def _remove_all(hooks: list[Any]) -> None:
+    while hooks:
+        hooks.pop().remove()
