@@ -35,11 +35,12 @@ import commlib
 from commlib import ReduceOp, Sum
 from commlib.errors import CommlibError, OperationTimeout, UnsupportedError
 from commlib.torch import ops
-from commlib.torch.compression import Compressor
+from commlib.torch.compression import Compression, Compressor
 
 BUCKET_BYTES = 4 << 20
 _LINE_BYTES = 64  # what a gradient in a bucket is aligned to
 _NEVER = 1 << 62
+_REPEATED = 1 << 16  # more than there are ranks, and told of by all of them in 32 bits
 
 # Who reduces a parameter: two would average the average.
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -61,6 +62,7 @@ class Slot:
         "place",
         "ready_at",
         "ready_in",
+        "room",
         "version",
         "view",
     )
@@ -74,12 +76,23 @@ class Slot:
         self.ready_in = 0  # in which backward pass of this step
         self.bucket: _Bucket | None = None
         self.place = 0  # in the bucket
-        self.view: torch.Tensor | None = None  # of the bucket
+        self.room: torch.Tensor | None = None  # in the bucket
+        self.view: torch.Tensor | None = None  # the same, as a gradient
         self.is_late = False  # its gradient came after its bucket had left without it
         self.is_demoted = False  # it was regular once, and proved not to be
         # An irregular gradient, and how often it had been changed, when backward had computed it.
         self.grad: torch.Tensor | None = None
         self.version = 0
+
+    def fits(self) -> bool:
+        """Whether the bucket still is where this gradient can be.
+
+        ``module.to(dtype)`` gives the parameter another dtype, and its gradient, which may be our view, other memory.
+        """
+        view, param = self.view, self.param
+        if view is None or self.room is None or view.dtype != param.dtype or view.shape != param.shape:
+            return False
+        return view.dtype == self.room.dtype and view.data_ptr() == self.room.data_ptr()
 
 
 class _Bucket:
@@ -105,7 +118,9 @@ class _Bucket:
         self.flat = torch.from_numpy(memory).view(dtype)
         self.flags = self.flat[: len(slots)]
         for place, (slot, offset) in enumerate(zip(slots, offsets, strict=True)):
-            slot.bucket, slot.place, slot.view = self, place, _view(self.flat, offset, slot.param)
+            slot.bucket, slot.place = self, place
+            slot.room = self.flat[offset : offset + slot.param.numel()]
+            slot.view = _view(self.flat, offset, slot.param)
         self.restart()
 
     def members(self) -> list[Slot]:
@@ -207,6 +222,27 @@ class Reducer:
 
     def _ready(self, slot: Slot) -> None:
         """A backward pass has computed a gradient, and added it to what was there."""
+        self._check(slot)
+        self.reduced = False
+        grad = self._dense(slot)
+        self._expect_end()
+        slot.passes += 1
+        slot.ready_at, slot.ready_in = self._clock, self._ended + 1
+        self._clock += 1
+        bucket = slot.bucket
+        if bucket is None or bucket.has_left or not slot.fits():
+            slot.is_late = bucket is not None
+            slot.grad, slot.version = grad, grad._version
+            return
+        self._move_in(slot)
+        if slot.passes == self.passes:
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                bucket.due = slot.ready_in
+                self._submit(bucket)
+
+    def _check(self, slot: Slot) -> None:
+        """Raise if a gradient must not be computed now."""
         if slot.passes >= self.passes or self._pending:
             raise RuntimeError(
                 f"the gradient of {slot.name!r} was computed again before it was used: call step() or zero_grad() "
@@ -217,23 +253,6 @@ class Reducer:
                 f"the gradient of {slot.name!r} has been summed over the ranks already and would be again: call step() "
                 "or zero_grad() of this optimizer before the next backward()"
             )
-        self.reduced = False
-        grad = self._dense(slot)
-        self._expect_end()
-        slot.passes += 1
-        slot.ready_at, slot.ready_in = self._clock, self._ended + 1
-        self._clock += 1
-        bucket = slot.bucket
-        if bucket is None or bucket.has_left:
-            slot.is_late = bucket is not None
-            slot.grad, slot.version = grad, grad._version
-            return
-        self._move_in(slot)
-        if slot.passes >= self.passes:
-            bucket.missing -= 1
-            if bucket.missing == 0:
-                bucket.due = slot.ready_in
-                self._submit(bucket)
 
     def _dense(self, slot: Slot) -> torch.Tensor:
         grad = slot.param.grad
@@ -242,7 +261,7 @@ class Reducer:
             return grad
         if not self._sparse_as_dense:
             raise UnsupportedError(
-                f"the gradient of {slot.name!r} is sparse; use DistributedOptimizer(…, sparse_as_dense=True)"
+                f"the gradient of {slot.name!r} is sparse; wrap with sparse_as_dense=True to make it dense"
             )
         slot.param.grad = grad = grad.to_dense()
         return grad
@@ -294,17 +313,18 @@ class Reducer:
             if has_grad:
                 self._move_in(slot)
             elif slot.bucket is bucket:
-                assert slot.view is not None
-                slot.view.zero_()
-                slot.param.grad = None
+                assert slot.room is not None
+                slot.room.zero_()
+                if not slot.is_late:
+                    slot.param.grad = None
         bucket.flags.copy_(torch.tensor(flags))
         bucket.handle = ops.submit(bucket.flat, self.op, bucket.name, bucket.priority, self._compression, inplace=True)
 
     def _has_grad(self, slot: Slot) -> bool:
         """Whether there is a gradient that this rank has put there, and not only zeros where one may come."""
         grad = slot.param.grad
-        if slot.passes > 0 or grad is None:
-            return slot.passes > 0
+        if slot.passes > 0 or grad is None or not slot.fits():
+            return slot.passes > 0 and slot.fits()
         return grad is not slot.view or bool(torch.any(grad))
 
     def finish(self, bucket: _Bucket) -> None:
@@ -316,7 +336,8 @@ class Reducer:
         if bucket.error is not None:
             return
         # Of very many ranks, one that lacks something cannot be seen in 16 bits. Its zeros are right all the same.
-        coarse = 2**-7 if bucket.flat.dtype.itemsize < 4 else 0.0
+        is_exact = bucket.flat.dtype.itemsize >= 4 and self._compression is Compression.none
+        coarse = 0.0 if is_exact else 2**-7
         for slot, flag in zip(bucket.slots, bucket.flags.tolist(), strict=True):
             if slot.bucket is not bucket:
                 continue
@@ -349,6 +370,12 @@ class Reducer:
             self.flush()
             self._finish_buckets()
             lacking = {slot.index for bucket in self.buckets for slot in bucket.lacking}
+            lost = [slot.name for slot in self.slots if slot.is_late and slot.index not in lacking]
+            if lost and not any(bucket.error for bucket in self.buckets):
+                raise RuntimeError(
+                    f"the gradient of {lost[0]!r} came after its bucket had been reduced, and among so many ranks in 16 "
+                    "bits that was not seen; use DistributedOptimizer without compression"
+                )
             if any(slot.bucket is None or slot.index in lacking for slot in self.slots):
                 self._used = self._ask_who_used(lacking)
         errors = [bucket.error for bucket in self.buckets if bucket.error is not None]
@@ -374,7 +401,8 @@ class Reducer:
     def _ask_who_used(self, lacking: set[int]) -> commlib.Handle:
         """Start to count, for each irregular parameter, the ranks that have a gradient for it."""
         here = [
-            (slot.is_late if slot.index in lacking else slot.bucket is None) and slot.param.grad is not None
+            ((slot.is_late if slot.index in lacking else slot.bucket is None) and slot.param.grad is not None)
+            + _REPEATED * (slot.bucket is None and slot.passes > self.passes)
             for slot in self.slots
         ]
         return commlib.push_pull_async_(np.array(here, np.int32), name=f"{self.prefix}used", op=Sum, priority=1)
@@ -410,14 +438,14 @@ class Reducer:
         for slot in lacking if is_good else ():
             assert slot.bucket is not None
             assert slot.view is not None
-            was_used = slot.bucket.flags[slot.place].item() > 0
-            if slot.index in self._extras:
-                slot.view.add_(self._extras[slot.index])
-                was_used = True
-            if not was_used:
-                slot.view = None
-            slot.is_demoted = True
-            _move_out(slot)
+            extra = self._extras.get(slot.index)
+            slot.is_demoted = slot.is_demoted or slot.fits()
+            if extra is not None and slot.fits():
+                slot.view.add_(extra)
+            elif extra is not None or slot.bucket.flags[slot.place].item() == 0:
+                slot.view = extra
+            slot.param.grad = None if slot.view is None else slot.view.clone()
+            slot.bucket = slot.view = slot.room = None
         for bucket in self.buckets:
             members = bucket.members()
             if 4 * sum(slot.param.nbytes for slot in members) < 3 * sum(slot.param.nbytes for slot in bucket.slots):
@@ -432,7 +460,9 @@ class Reducer:
         self.restart()
 
     def _promote(self, counts: list[int]) -> None:
-        """Put those that all ranks have used, and that never disappointed, into buckets."""
+        """Put those that all ranks have used, once a pass, and that never disappointed, into buckets."""
+        for slot, count in zip(self.slots, counts, strict=True):
+            slot.is_demoted |= count >= _REPEATED
         chosen = [
             slot
             for slot, count in zip(self.slots, counts, strict=True)
@@ -448,7 +478,7 @@ class Reducer:
             self._generation += 1
             # What forward needs first is what backward computes last.
             bucket = _Bucket(name, slots, priority=len(self.buckets))
-            if all(slot.passes == self.passes for slot in slots):
+            if self._waits and all(slot.passes == self.passes for slot in slots):
                 bucket.due = max(slot.ready_in for slot in slots)
             for slot in slots:
                 self._move_in(slot)
@@ -490,14 +520,15 @@ class Reducer:
         for bucket in self.buckets:
             bucket.flat.zero_()
             for slot in bucket.members():
-                slot.param.grad = slot.view
+                if slot.fits():
+                    slot.param.grad = slot.view
 
 
 def _move_out(slot: Slot) -> None:
     """Give a parameter a gradient of its own again, with what there is in the bucket."""
-    if slot.param.grad is not None or slot.is_demoted:
-        slot.param.grad = None if slot.view is None else slot.view.clone()
-    slot.bucket = slot.view = None
+    if slot.param.grad is not None and slot.param.grad is slot.view:
+        slot.param.grad = slot.view.clone()
+    slot.bucket = slot.view = slot.room = None
 
 
 def _error_of(handle: ops.Handle | commlib.Handle) -> CommlibError | None:

@@ -586,7 +586,7 @@ def touched_too_early() -> None:
     In the first step gradients are reduced by synchronize(), later while backward runs: then they may be changed.
     """
     data = mine(*next(batches(1)))
-    net, optimizer = Net(), None
+    net, optimizer, _, _ = pair(sgd)
 
     def clipped_too_early() -> None:
         loss_of(net, *data).backward()
@@ -740,6 +740,27 @@ def late_gradients() -> None:
             loss_of(references[which], x, y).backward()
         plain.step()
         assert difference(nets, references) < 1e-5, step
+
+
+@scenario
+def another_dtype_later() -> None:
+    """A network made double or half after some steps; the optimizer's state goes with it where torch takes it along."""
+    net, reference = Net(), Net()
+    optimizer = bps.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.05), net.named_parameters())
+    plain = torch.optim.SGD(reference.parameters(), lr=0.05)
+    for step, (x, y) in enumerate(batches(9)):
+        if step % 3 == 0:
+            dtype = (torch.float32, torch.float64, torch.float32)[step // 3]
+            net.to(dtype), reference.to(dtype)
+        x, y = x.to(dtype), y.to(dtype)
+        optimizer.zero_grad()
+        loss_of(net, *mine(x, y)).backward()
+        optimizer.step()
+        plain.zero_grad()
+        loss_of(reference, x, y).backward()
+        plain.step()
+        assert all(param.grad is None or param.grad.dtype is dtype for param in net.parameters())
+    assert difference(net, reference) < 1e-5
 
 
 @scenario
