@@ -51,6 +51,8 @@ PROBE_S = 2.0
 BACKLOG = 1024
 DESCRIPTORS = 40  # that a member needs in any case, and some for the program
 
+_jobs: set[str] = set()  # those that this process has been in
+
 
 def connect_worker(config: Config, table_bytes: TableBytes, stop: Stop | None = None) -> Wiring:
     """Connect this worker to all it must be connected to, and wait until all are.
@@ -80,6 +82,7 @@ def connect_worker(config: Config, table_bytes: TableBytes, stop: Stop | None = 
         table_fd, arena_fds, local_pids = _share_memory(attempt, client, local, table_bytes)
         peers = _connect_hosts(attempt, client, node) if config.local_rank == 0 else {}
         client.wired(attempt.deadline)
+        _jobs.add(config.job)
         undo.pop_all()
     if root_listener is not None:
         root_listener.close()
@@ -323,6 +326,7 @@ def _worker_hello(attempt: _Attempt, table_bytes: TableBytes) -> m.Hello:
         local_size=config.local_size,
         node=config.node,
         num_servers=config.num_servers,
+        was_here=config.job in _jobs,
         arena_bytes=mappable_bytes(config.arena_bytes, config.local_size, table_bytes(config.local_size)),
         parameters=_parameters(config),
     )

@@ -106,6 +106,7 @@ class Hello(Struct, frozen=True, tag=True, kw_only=True):
     num_servers: Count = 0
     arena_bytes: Count = 0
     parameters: Parameters | None = None
+    was_here: bool = False  # in a job of this id before: it comes for the next one, perhaps in another place
 
 
 class WhoIsMissing(Struct, frozen=True, tag=True):

@@ -224,8 +224,8 @@ class Scheduler:
     def _refuse_latecomer(self, identity: bytes, hello: m.Hello) -> None:
         here = [p for p in self._roster if p.is_worker and not p.left and p.hello.rank == hello.rank]
         fits = hello.role == "worker" and hello.size == len(self._hosts) and hello.rank in self._hosts
-        if fits and not here:
-            # It was here and comes again, for the next job of this id, which begins when all have left this one.
+        if hello.was_here or (fits and not here):
+            # It comes again, for the next job of this id, which begins when all have left this one.
             reason = "the previous job of this id has not ended yet"
             if self._lost is not None:
                 reason += f", though it has lost a member on {self._lost.host}: {self._lost.cause}"

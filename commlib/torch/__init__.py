@@ -20,6 +20,7 @@ from commlib import (
     shutdown,
     size,
 )
+from commlib.elastic import resume, suspend
 from commlib.torch.compression import Compression
 from commlib.torch.functions import broadcast_object, broadcast_parameters
 from commlib.torch.ops import (
@@ -70,7 +71,9 @@ __all__ = [
     "push_pull_group_sync_inplace",
     "push_pull_inplace",
     "rank",
+    "resume",
     "shutdown",
     "size",
+    "suspend",
     "synchronize",
 ]
