@@ -71,6 +71,9 @@ def _of_mpi(mpi: Any, buffers: list[Any]) -> list[Contender]:
 
     def at_once() -> None:
         mpi.Request.Waitall([world.Iallreduce(in_place, buffer, op=add) for buffer in buffers])
+        # What is complete here may still have to leave, and does so in Open MPI's calls only: nobody goes on, to wait
+        # for the others in another library, before all have got it.
+        world.Barrier()
 
     return [
         Contender(f"{OPEN_MPI}, {name}", action, checked(buffers, buffers, action), on_one_cpu)
