@@ -4,9 +4,10 @@
     import commlib.torch.distributed
     torch.distributed.init_process_group("commlib")
 
-Under torchrun, ``commlib run``, mpirun, or with ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` set; on
-several hosts all need the job's secret, see ``COMMLIB_SECRET``. ``COMMLIB_*`` variables of tuning and time limits
-count; those about a process's place do not: ranks are torch's. It neither needs nor disturbs ``commlib.init()``.
+Under torchrun, or with ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` set, or with any other store and
+rank that torch is given; and under ``commlib run`` and the other launchers that commlib knows, where it calls
+``commlib.init()`` to find torch's store. Otherwise it neither needs nor disturbs ``commlib.init()``. On several hosts
+all need the job's secret, see ``COMMLIB_SECRET``. ``COMMLIB_*`` variables of tuning and time limits count.
 
 What there is: all_reduce (SUM, AVG, MIN, MAX, PRODUCT, BAND, BOR, BXOR; sparse ones by SUM and AVG), reduce,
 reduce_scatter, broadcast, all_gather, gather, scatter, all_to_all, send, recv, barrier, in all their forms, of tensors
@@ -41,6 +42,7 @@ from typing import Any
 import torch.distributed as dist
 
 from commlib.torch.distributed.group import ProcessGroup
+from commlib.torch.distributed.rendezvous import register
 from commlib.torch.distributed.work import Work
 
 __all__ = ["BACKEND", "ProcessGroup", "Work"]
@@ -62,3 +64,4 @@ def _make(options: Any, _: Any) -> ProcessGroup:
 
 if BACKEND not in dist.Backend.backend_list:
     dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu"])
+    register()

@@ -14,11 +14,11 @@ import json
 import os
 import random
 import secrets
+import select
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +86,15 @@ class Directory:
         )
 
     def _read(self, key: str, deadline: float, stop: Stop) -> Any:
-        while True:
+        # Not by the store's own wait: others of this process could not use the store meanwhile, and none can end it.
+        pause_s = 0.002
+        while not self._store.check([f"{self._prefix}/{key}"]):
             stop.check()
-            with contextlib.suppress(RuntimeError):  # the time is over; a store that has gone says so in `get`
-                self._store.wait([f"{self._prefix}/{key}"], timedelta(seconds=LOOK_S))
-            if self._store.check([f"{self._prefix}/{key}"]):
-                return json.loads(self._store.get(f"{self._prefix}/{key}"))
             if time.monotonic() > deadline:
                 raise OperationTimeout(f"{key} has not been in torch's store within {self.timeout_s:g} s")
+            select.select([stop], [], [], pause_s)
+            pause_s = min(2 * pause_s, LOOK_S)
+        return json.loads(self._store.get(f"{self._prefix}/{key}"))
 
 
 def _settings() -> Config:
@@ -173,6 +174,14 @@ class Channel:
         if session is None or session.worker.aborted() is None:
             return None
         return session.failure(Code.PEER_LOST, NOBODY, "", 0)
+
+    def explained(self, error: CommlibError) -> CommlibError:
+        """An error of the session, with the numbers of its members in the whole job."""
+        if error is not self._failure and self.ranks != tuple(range(len(self.ranks))):
+            error.add_note(f"The ranks of this group are numbered from 0; in the whole job they are {list(self.ranks)}")
+            if isinstance(error, PeerLostError) and error.rank is not None:
+                error.rank = self.ranks[error.rank]
+        return error
 
     def submit(self, work: Work, slot: Slot, hopeless: Callable[[], CommlibError | None]) -> None:
         """Let it begin when the session is there and the slot free: at once, as a rule.
@@ -262,12 +271,3 @@ class Channel:
             stop.ask()
         if session is not None:
             session.shutdown()
-
-
-def members_in_words(error: CommlibError, ranks: Sequence[int]) -> CommlibError:
-    """The error of a session among some ranks, with their numbers in the whole job."""
-    if list(ranks) != list(range(len(ranks))):
-        error.add_note(f"The ranks of this group are numbered from 0; in the whole job they are {list(ranks)}")
-        if isinstance(error, PeerLostError) and error.rank is not None:
-            error.rank = ranks[error.rank]
-    return error

@@ -22,7 +22,7 @@ import torch
 import commlib
 from commlib import ReduceOp
 from commlib.errors import CommlibError, MismatchError, UnsupportedError
-from commlib.torch.distributed.channel import Channel, members_in_words
+from commlib.torch.distributed.channel import Channel
 from commlib.torch.distributed.work import Interim, Plan
 from commlib.torch.ops import check
 
@@ -130,9 +130,11 @@ class Lane:
 
     def explain(self, error: CommlibError) -> CommlibError:
         """An error of the core in words about this operation, with ranks as the group's users know them."""
-        members = self.channel.ranks
         if not isinstance(error, MismatchError):
-            return members_in_words(error, members)
+            return self.channel.explained(error)
+        if error.tensor == self.subject:  # `_refuse` has found the words
+            return error
+        members = self.channel.ranks
         values = {members[rank]: value for rank, value in error.values.items()}
         own = in_words(self.signature)
         if error.field == "shape":
@@ -229,17 +231,33 @@ def _landing(tensors: Sequence[torch.Tensor] | None, count: int) -> torch.Tensor
 # --- Plans
 
 
-def combine(lane: Lane, source: torch.Tensor, target: torch.Tensor, op: str) -> Plan:
-    """`source` of all ranks into `target`, both contiguous, which may be the same."""
+def combine(lane: Lane, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], op: str) -> Plan:
+    """Each source of all ranks into its target, both contiguous, which may be the same."""
     if op in BITWISE:
-        rows = [[torch.empty_like(source)] for _ in range(lane.size)]
-        yield from gather(lane, [source], rows)
-        target.copy_(functools.reduce(BITWISE[op], [row[0] for row in rows]))
+        yield from _fold(lane, sources, targets, op)
         return
-    if source.is_complex() and op not in ("SUM", "AVG"):
+    if op not in ("SUM", "AVG") and any(source.is_complex() for source in sources):
         raise UnsupportedError(f"complex numbers have no {op}")
-    numbers = _numbers(source)
-    yield [lane.reduce(numbers, numbers if target is source else _numbers(target), _core_op(op))]
+    pairs = [
+        (_numbers(source), _numbers(source) if target is source else _numbers(target))
+        for source, target in zip(sources, targets, strict=True)
+    ]
+    if len(pairs) == 1:
+        yield [lane.reduce(*pairs[0], REDUCTIONS[op])]
+    else:
+        yield Interim([lane.agree()])
+        yield [lane.reduce(*pair, REDUCTIONS[op], part) for part, pair in enumerate(pairs)]
+
+
+def _fold(lane: Lane, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], op: str) -> Plan:
+    """What the core cannot compute: gather everything, and do it here."""
+    for source in sources:
+        if source.is_floating_point() or source.is_complex():
+            raise UnsupportedError(f"{op} of {source.dtype} has no meaning")
+    rows = [[torch.empty_like(source) for source in sources] for _ in range(lane.size)]
+    yield from gather(lane, sources, rows)
+    for target, *parts in zip(targets, *rows, strict=True):
+        target.copy_(functools.reduce(BITWISE[op], parts))
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
@@ -247,20 +265,10 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _core_op(op: str) -> ReduceOp:
-    if op not in REDUCTIONS:
-        raise UnsupportedError(f"{op} of several tensors at once is not supported; expected one at a time")
-    return REDUCTIONS[op]
-
-
 def all_reduce(lane: Lane, tensors: Sequence[torch.Tensor], op: str) -> Plan:
     """Each tensor, in place."""
     sources = [dense(tensor) for tensor in tensors]
-    if len(sources) == 1:
-        yield from combine(lane, sources[0], sources[0], op)
-    else:
-        yield Interim([lane.agree()])
-        yield [lane.reduce(each, each, _core_op(op), part) for part, each in enumerate(map(_numbers, sources))]
+    yield from combine(lane, sources, sources, op)
     for tensor, result in zip(tensors, sources, strict=True):
         write_back(tensor, result)
 
@@ -280,14 +288,17 @@ def sparse_all_reduce(lane: Lane, tensor: torch.Tensor, op: str) -> Plan:
     total = torch.sparse_coo_tensor(
         torch.cat([row[0] for row in rows], dim=1), torch.cat([row[1] for row in rows]), tensor.shape
     ).coalesce()
-    tensor.detach().copy_(total / lane.size if op == "AVG" else total)
+    with torch.no_grad():
+        tensor.copy_(
+            total / lane.size if op == "AVG" else total
+        )  # not into a detached one: that has elements of its own
 
 
 def reduce(lane: Lane, tensor: torch.Tensor, op: str, root: int) -> Plan:
     """Into the root's tensor; the others' stay as they are."""
     source = dense(tensor)
     is_root = lane.rank == root
-    yield from combine(lane, source, source if is_root else torch.empty_like(source), op)
+    yield from combine(lane, [source], [source if is_root else torch.empty_like(source)], op)
     if is_root:
         write_back(tensor, source)
 
@@ -295,7 +306,7 @@ def reduce(lane: Lane, tensor: torch.Tensor, op: str, root: int) -> Plan:
 def reduce_scatter(lane: Lane, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str) -> Plan:
     """This rank's part of what is reduced, of a list of one tensor for each rank."""
     whole = torch.cat([dense(each).view(-1) for each in inputs])
-    yield from combine(lane, whole, whole, op)
+    yield from combine(lane, [whole], [whole], op)
     write_back(output, whole.split([each.numel() for each in inputs])[lane.rank])
 
 
@@ -303,12 +314,7 @@ def reduce_scatter_rows(lane: Lane, outputs: Sequence[torch.Tensor], inputs: Seq
     """The same, several at once, each input one tensor with the parts of all ranks in a row."""
     sources = [dense(each).view(-1) for each in inputs]
     targets = [torch.empty_like(source) for source in sources]
-    if len(sources) == 1:
-        yield from combine(lane, sources[0], targets[0], op)
-    else:
-        pairs = zip(map(_numbers, sources), map(_numbers, targets), strict=True)
-        yield Interim([lane.agree()])
-        yield [lane.reduce(*pair, _core_op(op), part) for part, pair in enumerate(pairs)]
+    yield from combine(lane, sources, targets, op)
     for output, target in zip(outputs, targets, strict=True):
         write_back(output, target.tensor_split(lane.size)[lane.rank])
 

@@ -395,7 +395,8 @@ class ProcessGroup(dist.ProcessGroup):
             raise ValueError(f"there is no rank {peer} in a group of {self._size}")
         members = sorted((source, destination))
         with self._lock:
-            channel = self._pairs.get(peer)
+            # In a group of two, the two have a session already.
+            channel = self._channel if self._size == 2 else self._pairs.get(peer)
             if channel is None:
                 ranks = [self._ranks[member] for member in members]
                 channel = self._pairs[peer] = Channel(self._directory, members, ranks)

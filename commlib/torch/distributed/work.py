@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One operation of a process group as torch sees it, and the thread that looks after those nobody waits for.
+"""One operation of a process group as torch sees it, and the threads that look after those nobody waits for.
 
 An operation is a *plan*: a generator that submits operations of the core and yields their handles, is resumed when all
 of them have ended, and may then submit the next. Whoever waits for a work resumes its plan himself. Only where
-nobody may be waiting (a future was asked for, other ranks need the next stage, another work is to follow) the one
-thread of this module does.
+nobody may be waiting (a future was asked for, other ranks need the next stage, another work is to follow) the threads
+of this module do.
 """
 
 from __future__ import annotations
@@ -259,13 +259,22 @@ class Work(dist.Work):
 
 
 class _Watcher:
-    """The thread that resumes the plans of those works for which nobody may be waiting."""
+    """Resumes the plans of those works for which nobody may be waiting.
+
+    What is called when a work has ended may be anybody's, and may itself wait for another work's future. So whoever is
+    about to make such calls leaves the watch to another thread: there is always one that has nothing else to do.
+    """
 
     def __init__(self) -> None:
         self._queue = _core.CompletionQueue()
+        self._poll = select.poll()
+        self._poll.register(self._queue.fileno(), select.POLLIN)
         self._tokens = itertools.count()
         self._works: dict[int, Work] = {}
-        threading.Thread(target=self._run, name="cl-torch", daemon=True).start()
+        self._watch = threading.Lock()  # who has it looks at the queue
+        self._free = 0  # threads that have the watch, or wait for it; guarded by the next
+        self._free_lock = threading.Lock()
+        self._start()
 
     def watch(self, work: Work, handles: Sequence[commlib.Handle]) -> None:
         """Have the work advance as each of these ends."""
@@ -274,19 +283,29 @@ class _Watcher:
             self._works[token] = work
             handle.subscribe(self._queue, token)
 
+    def _start(self) -> None:
+        self._free += 1
+        threading.Thread(target=self._run, name="cl-torch", daemon=True).start()
+
     def _run(self) -> None:
-        poll = select.poll()
-        poll.register(self._queue.fileno(), select.POLLIN)
         while True:
-            # The works that are late are looked for only while there are some that have not ended.
-            poll.poll(LOOK_S * 1000 if self._works else None)
-            for token in self._queue.take():
-                work = self._works.pop(token, None)
+            with self._watch:
+                # Works that are late are looked for only while there are some that have not ended.
+                self._poll.poll(LOOK_S * 1000 if self._works else None)
+                found = [self._works.pop(token, None) for token in self._queue.take()]
+                pending = set(self._works.copy().values())
+            with self._free_lock:
+                self._free -= 1
+                if self._free == 0:
+                    self._start()
+            for work in found:
                 if work is not None:
                     work.advance()
             now = time.monotonic()
-            for work in set(self._works.copy().values()):
+            for work in pending:
                 work.expire(now)
+            with self._free_lock:
+                self._free += 1
 
 
 _watcher: _Watcher | None = None
