@@ -22,7 +22,7 @@ from commlib import (
 )
 from commlib.elastic import resume, suspend
 from commlib.torch.compression import Compression
-from commlib.torch.functions import broadcast_object, broadcast_parameters
+from commlib.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from commlib.torch.ops import (
     Handle,
     broadcast,
@@ -55,6 +55,7 @@ __all__ = [
     "broadcast",
     "broadcast_",
     "broadcast_object",
+    "broadcast_optimizer_state",
     "broadcast_parameters",
     "byteps_push_pull",
     "byteps_torch_set_num_grads",

@@ -236,7 +236,7 @@ def push_pull_async_inplace(
     operation = _operation(average, op)
     check(tensor)
     if not tensor.is_leaf and _is_differentiated(tensor):
-        _check_writable(tensor)
+        check_writable(tensor)
         _dtype_on_wire(compression.compress(_detached(tensor))[0], operation)
         # Only noted here. Where autograd forbids it, it raises before anything is sent.
         tensor = _InPlace.apply(tensor, operation, name, priority, compression)
@@ -325,11 +325,11 @@ def submit(
     """Start a push_pull that autograd does not see. The other forms are made of this one."""
     check(tensor)
     if inplace:
-        _check_writable(tensor)
+        check_writable(tensor)
     source = _detached(tensor)
     packed, ctx = compression.compress(source)
     dtype, kind = _dtype_on_wire(packed, op)
-    wire = _dense(packed)
+    wire = dense_of(packed)
     # The caller's memory is written only where that is asked for; a copy made above is as good as a new tensor.
     result = wire if inplace or not _share_memory(wire, source) else torch.empty_like(wire)
     numbers, target = (torch.view_as_real(wire), torch.view_as_real(result)) if kind else (wire, result)
@@ -346,7 +346,7 @@ def submit(
         kind,
     )
     if inplace:
-        _mark_changed(tensor)  # whoever drops the handle has changed it too
+        mark_changed(tensor)  # whoever drops the handle has changed it too
 
     def finish() -> torch.Tensor:
         reduced = compression.decompress(result, ctx)
@@ -361,11 +361,11 @@ def submit(
 def submit_broadcast(tensor: torch.Tensor, root_rank: int, name: str | None, priority: int = 0) -> Handle:
     """Start a broadcast into ``tensor`` that autograd does not see; the handle's result is ``tensor``."""
     check(tensor)
-    _check_writable(tensor)
+    check_writable(tensor)
     target = _detached(tensor)
-    dense = _dense(target)
-    core = _start_broadcast(dense, root_rank, name, priority)
-    _mark_changed(tensor)
+    dense = dense_of(target)
+    core = start_broadcast(dense, root_rank, name, priority)
+    mark_changed(tensor)
 
     def finish() -> torch.Tensor:
         _write_back(tensor, target, dense)
@@ -380,13 +380,16 @@ def _broadcast(tensor: torch.Tensor, root_rank: int, name: str | None) -> torch.
     if commlib.rank() == root_rank:
         # As bytes where it can be: there are dtypes that torch itself cannot copy.
         as_bytes = source.is_contiguous() and not (source.is_conj() or source.is_neg())
-        _bytes(received).copy_(_bytes(source)) if as_bytes else received.copy_(source)
-    _start_broadcast(received, root_rank, name, 0).wait()
+        bytes_of(received).copy_(bytes_of(source)) if as_bytes else received.copy_(source)
+    start_broadcast(received, root_rank, name, 0).wait()
     return received
 
 
-def _start_broadcast(dense: torch.Tensor, root_rank: int, name: str | None, priority: int) -> commlib.Handle:
-    """Nothing is computed in a broadcast, so any dtype will do: those that the core does not have travel as bytes."""
+def start_broadcast(dense: torch.Tensor, root_rank: int, name: str | None, priority: int) -> commlib.Handle:
+    """Start a broadcast from or into the memory of a contiguous tensor, of which autograd is not told.
+
+    Nothing is computed in a broadcast, so any dtype will do: those that the core does not have travel as bytes.
+    """
     dtype, count, shape = _DTYPES.get(dense.dtype), dense.numel(), tuple(dense.shape)
     if dtype is None:
         # Behind the shape is what tells the dtype: the ranks must agree about both.
@@ -539,12 +542,13 @@ def _address(tensor: torch.Tensor) -> int:
     return address
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
+def dense_of(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` itself if its elements lie in order without gaps, else a copy that does."""
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
-def _bytes(contiguous: torch.Tensor) -> torch.Tensor:
+def bytes_of(contiguous: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as a flat tensor of uint8."""
     return contiguous.view(-1).view(torch.uint8)
 
 
@@ -552,7 +556,8 @@ def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a is b or a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-def _check_writable(tensor: torch.Tensor) -> None:
+def check_writable(tensor: torch.Tensor) -> None:
+    """Raise ``UnsupportedError`` if ``tensor``, for which ``check`` is content, cannot be written in place."""
     if any(stride == 0 and extent > 1 for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)):
         raise UnsupportedError("an expanded tensor cannot be written in place: elements share memory; clone it first")
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
@@ -567,13 +572,13 @@ def _check_writable(tensor: torch.Tensor) -> None:
 def _write_back(tensor: torch.Tensor, detached: torch.Tensor, result: torch.Tensor) -> None:
     """Bring ``result`` to where ``tensor`` is, unless it is there, and tell autograd."""
     if result is detached:
-        _mark_changed(tensor)
+        mark_changed(tensor)
     else:
         with torch.inference_mode(detached.is_inference()):
             detached.copy_(result)
 
 
-def _mark_changed(tensor: torch.Tensor) -> None:
+def mark_changed(tensor: torch.Tensor) -> None:
     """Tell autograd that the memory was written, so that a backward pass that needs the old values fails."""
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
