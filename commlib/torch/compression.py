@@ -16,7 +16,11 @@ class Compressor(Protocol):
     """
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the tensor that travels and whatever ``decompress`` needs to know. Must not change ``tensor``."""
+        """Return the tensor that travels and whatever ``decompress`` needs to know.
+
+        Must not change ``tensor``, which is detached from autograd's graph. What is returned may be ``tensor`` or a
+        view of it; in any other tensor the result is written, so that must not be kept and used again.
+        """
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Return the reduced tensor in the dtype and shape of the original one."""
@@ -35,7 +39,7 @@ class NoneCompressor:
 
 
 class CastCompressor:
-    """Sends wider floating-point tensors in a 16-bit dtype; all others travel as they are.
+    """Sends wider floating-point tensors in a 16-bit dtype; all others travel as they are. So do their gradients.
 
     The sum is accumulated in float32 and rounded once. float16 overflows beyond 65504: a *sum* over many ranks may
     become infinite where its average would not. bfloat16 keeps float32's range.

@@ -154,6 +154,21 @@ def compress() -> dict[Any, Any]:
             bps.push_pull_inplace(tensor, name="c", compression=getattr(bps.Compression, name))
             assert torch.equal(tensor, reduced)
             results[name, dtype] = exact(reduced)
+
+    class Half:
+        """Sends every other element, where it lies."""
+
+        def compress(self, tensor: Any) -> tuple[Any, int]:
+            return tensor[::2], len(tensor)
+
+        def decompress(self, tensor: Any, ctx: int) -> Any:
+            return tensor.repeat_interleave(2)[:ctx]
+
+    tensor = make("float32", bps.rank())
+    reduced = bps.push_pull(tensor, average=False, compression=Half())
+    assert torch.equal(tensor, make("float32", bps.rank()))
+    assert torch.equal(bps.push_pull_inplace(tensor, average=False, compression=Half()), reduced)
+    assert torch.equal(reduced[::2], bps.push_pull(make("float32", bps.rank())[::2], average=False))
     return results
 
 
