@@ -130,7 +130,7 @@ def timeouts() -> None:
     # A future ends, too, when nobody comes.
     if dist.get_rank() == 0:
         future = dist.irecv(zeros(3), 1, group).get_future()
-        assert message_of(future.wait)[0] in ("OperationTimeout", "RuntimeError")
+        assert "OperationTimeout" in message_of(future.wait)[1]
 
 
 def again() -> None:
@@ -151,7 +151,7 @@ def test_disagreements_are_raised_everywhere() -> None:
     for rank, found in enumerate(results):
         assert set(DISAGREEMENTS) <= found.keys()
         assert {name: kind for name, (kind, _) in found.items() if kind != "MismatchError" and name != "future"} == {}
-        assert found["future"][0] in ("MismatchError", "RuntimeError")
+        assert "MismatchError" in " ".join(found["future"])
         assert "message" in found or rank == 2
     texts = {name: text for name, (_, text) in results[0].items()}
     assert "all_reduce(SUM) of float32 [2, 3] on rank 0; all_reduce(SUM) of float32 [3, 2] on rank 1" in texts["shape"]
@@ -185,6 +185,8 @@ def test_lost_peer_is_raised_by_everybody() -> None:
 import time
 group = dist.new_group([0, 2])
 tensor = torch.ones(1000)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(9, 9))
+model(torch.ones(2, 9)).sum().backward()
 dist.all_reduce(tensor)
 if dist.get_rank() == 0:
     dist.all_reduce(tensor, group=group) if False else None
@@ -203,10 +205,14 @@ for call in calls:
         call()
     except commlib.errors.PeerLostError as error:
         errors.append(error.rank)
-try:
-    dist.all_reduce(tensor, async_op=True).get_future().wait()
-except RuntimeError as error:
-    errors.append("lost" in str(error))
+for call in (
+    lambda: dist.all_reduce(tensor, async_op=True).get_future().wait(),
+    lambda: model(torch.ones(2, 9)).sum().backward(),
+):
+    try:
+        call()
+    except RuntimeError as error:
+        errors.append("rank 2 on host" in str(error))
 give((errors, time.monotonic() - since))
 """
     with job_of(__name__, script, 3) as job:
@@ -217,7 +223,7 @@ give((errors, time.monotonic() - since))
     for rank, outcome in enumerate(outcomes[:2]):
         assert outcome.status == 0, outcome
         errors, seconds = outcome.value
-        assert errors == [2] * (6 if rank == 0 else 5) + [True], outcome
+        assert errors == [2] * (6 if rank == 0 else 5) + [True, True], outcome
         assert seconds < 10
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from commlib.control.interrupt import uninterrupted
 from commlib.errors import CommlibError, NotInitializedError, UnsupportedError
 from commlib.torch.distributed import collectives
 from commlib.torch.distributed.channel import SLOTS, Channel, Directory, Slot
-from commlib.torch.distributed.collectives import Lane, described, operation_name
+from commlib.torch.distributed.lane import NUMBER_OF_OP, Lane, described, operation_name
 from commlib.torch.distributed.work import Plan, Work
 from commlib.torch.ops import check
 
@@ -134,7 +135,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _all_reduce(self, tensors: Tensors, opts: Any, timeout: timedelta | None) -> Work:
         op = _reduction(opts)
-        number = collectives.NUMBER_OF_OP[op]
+        number = NUMBER_OF_OP[op]
         if any(tensor.is_sparse for tensor in tensors):
             return self._all_reduce_sparse(tensors, op, number, opts)
         return self._start(
@@ -172,7 +173,7 @@ class ProcessGroup(dist.ProcessGroup):
         name = _reduction(opts if op is None and not isinstance(opts, int) else op)
         return self._start(
             "reduce",
-            root * len(collectives.NUMBER_OF_OP) + collectives.NUMBER_OF_OP[name],
+            root * len(NUMBER_OF_OP) + NUMBER_OF_OP[name],
             [tensor],
             lambda lane: collectives.reduce(lane, tensor, name, root),
             [tensor],
@@ -265,7 +266,7 @@ class ProcessGroup(dist.ProcessGroup):
         _expect_as_much(output, row[self._rank])
         return self._start(
             "reduce_scatter",
-            collectives.NUMBER_OF_OP[op],
+            NUMBER_OF_OP[op],
             row,
             lambda lane: collectives.reduce_scatter(lane, output, row, op),
             [output],
@@ -280,7 +281,7 @@ class ProcessGroup(dist.ProcessGroup):
             _expect_as_much(tensor, target, self._size)
         return self._start(
             "reduce_scatter",
-            collectives.NUMBER_OF_OP[op],
+            NUMBER_OF_OP[op],
             tensors,
             lambda lane: collectives.reduce_scatter_rows(lane, targets, tensors, op),
             targets,
@@ -499,6 +500,12 @@ def _reduction(opts: Any) -> str:
     return operation_name(dist.ReduceOp.SUM if op is None else op)
 
 
+def _forget_in_child() -> None:
+    """A forked child leaves nothing: its parent is still there."""
+    _groups.clear()
+    _world.clear()
+
+
 _groups: WeakSet[ProcessGroup] = WeakSet()
 _world: list[ProcessGroup] = []  # the group of the whole job, whose session watches over all members
 
@@ -514,3 +521,4 @@ def _shutdown_at_exit() -> None:
 
 
 atexit.register(_shutdown_at_exit)
+os.register_at_fork(after_in_child=_forget_in_child)

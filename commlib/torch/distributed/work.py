@@ -111,15 +111,19 @@ class Work(dist.Work):
     def get_future(self) -> Any:
         """A ``torch.futures.Future`` of :meth:`result`, completed by a thread of commlib where nobody waits.
 
-        It ends with OperationTimeout when the group's time limit has passed.
+        torch makes a RuntimeError of what the operation has failed with, its text included. When the group's time limit
+        has passed that is OperationTimeout.
         """
         with self._lock:
             is_first = self._future is None
             if is_first:
-                self._future = torch.futures.Future()
+                ended = torch.futures.Future()
+                # Of a future that was given an exception, C++ takes the exception for the result; of one whose callback
+                # has raised, it does not.
+                self._future = ended.then(lambda _: self.result())
                 self._deadline = time.monotonic() + self._timeout_s
         if is_first:
-            self.then(self._complete_future)
+            self.then(lambda: ended.set_result(None))
             self.watch()
         return self._future
 
@@ -250,12 +254,6 @@ class Work(dist.Work):
             except IndexError:  # another thread was faster
                 return
             call()
-
-    def _complete_future(self) -> None:
-        if self._error is None:
-            self._future.set_result(self._outputs)
-        else:
-            self._future.set_exception(self._error)
 
 
 class _Watcher:
