@@ -139,8 +139,8 @@ class _Bucket:
 class Reducer:
     """Reduces the gradients of a list of named parameters.
 
-    ``passes``: backward passes until a gradient is complete. ``waits``: whether ``backward()`` waits for what it has
-    submitted. In a job of one process there are no hooks and no buckets.
+    ``passes``: backward passes until a gradient is complete. ``waits``: whether ``backward()`` submits what is due, if
+    incomplete, and waits for what it has submitted. In a job of one process there are no hooks and no buckets.
     """
 
     def __init__(
@@ -292,14 +292,15 @@ class Reducer:
     def _end_of_backward(self, task: int) -> None:
         self._backwards.discard(task)
         self._ended += 1
+        if not self._waits:
+            return
         for bucket in self.buckets:
             if not bucket.has_left and self._ended >= bucket.due and self._is_over(bucket):
                 self._submit(bucket)
-        if self._waits:
-            self._finish_buckets()
-            error = next((bucket.error for bucket in self.buckets if bucket.error is not None), None)
-            if error is not None:
-                raise error
+        self._finish_buckets()
+        error = next((bucket.error for bucket in self.buckets if bucket.error is not None), None)
+        if error is not None:
+            raise error
 
     def _is_over(self, bucket: _Bucket) -> bool:
         return all(slot.passes in (0, self.passes) for slot in bucket.members())
@@ -323,9 +324,9 @@ class Reducer:
     def _has_grad(self, slot: Slot) -> bool:
         """Whether there is a gradient that this rank has put there, and not only zeros where one may come."""
         grad = slot.param.grad
-        if slot.passes > 0 or grad is None or not slot.fits():
-            return slot.passes > 0 and slot.fits()
-        return grad is not slot.view or bool(torch.any(grad))
+        if grad is None or not slot.fits():
+            return False
+        return slot.passes > 0 or grad is not slot.view or bool(torch.any(grad))
 
     def finish(self, bucket: _Bucket) -> None:
         """Wait for a bucket that has left. Raises only ``OperationTimeout``; it is still in flight then."""
@@ -373,22 +374,34 @@ class Reducer:
             lost = [slot.name for slot in self.slots if slot.is_late and slot.index not in lacking]
             if lost and not any(bucket.error for bucket in self.buckets):
                 raise RuntimeError(
-                    f"the gradient of {lost[0]!r} came after its bucket had been reduced, and among so many ranks in 16 "
-                    "bits that was not seen; use DistributedOptimizer without compression"
+                    f"the gradient of {lost[0]!r} came after its bucket had been reduced, and among so many ranks in "
+                    "16 bits that was not seen; use DistributedOptimizer without compression"
                 )
             if any(slot.bucket is None or slot.index in lacking for slot in self.slots):
                 self._used = self._ask_who_used(lacking)
-        errors = [bucket.error for bucket in self.buckets if bucket.error is not None]
-        if self._used is not None and (error := _error_of(self._used)) is not None:
-            errors.append(error)
-        elif self._used is not None:
-            if not self._counts:
-                self._counts = self._used.wait().tolist()
-                self._touched = self._find_touched()
-            self._submit_irregular()
-            errors += [error for handle in self._pending.values() if (error := _error_of(handle)) is not None]
+        errors = [bucket.error for bucket in self.buckets if bucket.error is not None] + self._reduce_irregular()
+        self._rearrange(is_good=not errors)
+        self.restart()
+        self._raise_first(errors)
+        self.reduced = True
+
+    def _reduce_irregular(self) -> list[CommlibError]:
+        """Reduce what there is of those that ``_ask_who_used`` has asked for, and return what went wrong.
+
+        May be called again after ``OperationTimeout``.
+        """
+        if self._used is None:
+            return []
+        if (error := _error_of(self._used)) is not None:
+            return [error]
+        if not self._counts:
+            self._counts = self._used.wait().tolist()
+            self._touched = self._find_touched()
+        self._submit_irregular()
+        return [error for handle in self._pending.values() if (error := _error_of(handle)) is not None]
+
+    def _raise_first(self, errors: list[CommlibError]) -> None:
         touched, self._touched = self._touched, None
-        self._after_reduction(is_good=not errors)
         if errors:
             raise errors[0]
         if touched is not None:
@@ -396,7 +409,6 @@ class Reducer:
                 f"the gradient of {touched!r} was changed after backward had computed it and before it was reduced: "
                 "call synchronize() before changing gradients (to clip or unscale them, for example)"
             )
-        self.reduced = True
 
     def _ask_who_used(self, lacking: set[int]) -> commlib.Handle:
         """Start to count, for each irregular parameter, the ranks that have a gradient for it."""
@@ -424,28 +436,36 @@ class Reducer:
             )
 
     def _find_touched(self) -> str | None:
-        """The name of an irregular gradient that is not what backward has computed. None at all is none."""
+        """The name of an irregular gradient that is not what backward has computed. None at all is none.
+
+        Of views, all of one memory count their changes together: they tell nothing.
+        """
         for slot in self.slots:
             grad = slot.param.grad
             if slot.bucket is not None or slot.grad is None or grad is None:
                 continue
-            if grad is not slot.grad or grad._version != slot.version:
+            if grad is not slot.grad or (grad._version != slot.version and not grad._is_view()):
                 return slot.name
         return None
 
-    def _after_reduction(self, is_good: bool) -> None:
-        lacking = [slot for bucket in self.buckets for slot in bucket.lacking]
-        for slot in lacking if is_good else ():
-            assert slot.bucket is not None
+    def _release(self, bucket: _Bucket) -> None:
+        """Let those go that a rank had no gradient for, with what there is for them nevertheless."""
+        for slot in bucket.lacking:
             assert slot.view is not None
             extra = self._extras.get(slot.index)
             slot.is_demoted = slot.is_demoted or slot.fits()
             if extra is not None and slot.fits():
                 slot.view.add_(extra)
-            elif extra is not None or slot.bucket.flags[slot.place].item() == 0:
+            elif extra is not None or bucket.flags[slot.place].item() == 0:
                 slot.view = extra
             slot.param.grad = None if slot.view is None else slot.view.clone()
             slot.bucket = slot.view = slot.room = None
+        bucket.lacking = []
+
+    def _rearrange(self, is_good: bool) -> None:
+        """Move parameters out of buckets and into new ones, as this step has shown what they are."""
+        for bucket in self.buckets if is_good else ():
+            self._release(bucket)
         for bucket in self.buckets:
             members = bucket.members()
             if 4 * sum(slot.param.nbytes for slot in members) < 3 * sum(slot.param.nbytes for slot in bucket.slots):
@@ -457,7 +477,6 @@ class Reducer:
         self._pending.clear()
         self._extras.clear()
         self._used, self._counts = None, []
-        self.restart()
 
     def _promote(self, counts: list[int]) -> None:
         """Put those that all ranks have used, once a pass, and that never disappointed, into buckets."""
@@ -478,7 +497,7 @@ class Reducer:
             self._generation += 1
             # What forward needs first is what backward computes last.
             bucket = _Bucket(name, slots, priority=len(self.buckets))
-            if self._waits and all(slot.passes == self.passes for slot in slots):
+            if all(slot.passes == self.passes for slot in slots):
                 bucket.due = max(slot.ready_in for slot in slots)
             for slot in slots:
                 self._move_in(slot)
@@ -506,9 +525,9 @@ class Reducer:
 
         What is in flight has to land first, on all ranks.
         """
-        has_left = any(bucket.has_left for bucket in self.buckets) or bool(self._pending)
+        has_left = any(bucket.has_left for bucket in self.buckets) or self._used is not None
         # Where one rank has submitted something, another may not have: it has to, lest it be taken for the next step's.
-        if self.is_active and self._is_begun() and (self.buckets or self._pending):
+        if self.is_active and self._is_begun() and (self.buckets or self._used is not None):
             for slot in self.slots:
                 slot.grad = None  # may have been changed: nobody will use it
             self.synchronize()
