@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import os
 import threading
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,12 +20,11 @@ from commlib.errors import CommlibError, NotInitializedError, UnsupportedError
 from commlib.torch.distributed import collectives
 from commlib.torch.distributed.channel import SLOTS, Channel, Directory, Slot
 from commlib.torch.distributed.lane import NUMBER_OF_OP, Lane, described, operation_name
+from commlib.torch.distributed.messages import Messages
 from commlib.torch.distributed.work import Plan, Work
 from commlib.torch.ops import check
 
 __all__ = ["ProcessGroup"]
-
-MESSAGE_SLOTS = 16  # messages of one tag in one direction that may be in flight at once; later ones wait
 
 Tensors = Sequence[torch.Tensor]
 
@@ -47,13 +45,9 @@ class ProcessGroup(dist.ProcessGroup):
         self._directory = Directory(store, rank, size, self._timeout_s)
         self._slots = [Slot(f"torch.{number}") for number in range(SLOTS)]
         self._channel = Channel(self._directory, range(size), self._ranks, [slot.name for slot in self._slots])
+        self._messages = Messages(self._directory, self._ranks, self._channel, _hopeless)
         self._lock = threading.Lock()  # guards what follows
         self._count = 0  # of operations
-        self._pairs: dict[int, Channel] = {}  # by the other's rank
-        self._message_slots: dict[tuple[int, int, int, int], Slot] = {}
-        self._message_counts: defaultdict[tuple[int, int, int], int] = defaultdict(int)
-        self._to_self: defaultdict[int, deque[torch.Tensor]] = defaultdict(deque)  # by tag: sent, and not yet received
-        self._from_self: defaultdict[int, deque[tuple[Work, deque[torch.Tensor]]]] = defaultdict(deque)
         self._is_shut_down = False
         _groups.add(self)
         if not ranks:
@@ -329,16 +323,12 @@ class ProcessGroup(dist.ProcessGroup):
     def send(self, tensors: Any, peer: int, tag: int = 0) -> Work:
         """A tensor to one rank. Ends when it has arrived."""
         (tensor,) = _checked(tensors)
-        if peer == self._rank:
-            return self._send_to_self(tensor, tag)
-        return self._message(tensor, self._rank, peer, tag)
+        return self._messages.send(tensor, peer, tag, self._group_name, self._timeout_s)
 
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> Work:
         """A tensor from one rank, of the same dtype and shape."""
         (tensor,) = _checked(tensors)
-        if peer == self._rank:
-            return self._receive_from_self(tensor, tag)
-        return self._message(tensor, peer, self._rank, tag)
+        return self._messages.receive(tensor, peer, tag, self._group_name, self._timeout_s)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
         """Not supported: messages move between two ranks that both know of each other."""
@@ -350,12 +340,12 @@ class ProcessGroup(dist.ProcessGroup):
             if self._is_shut_down:
                 return
             self._is_shut_down = True
-            channels = [self._channel, *self._pairs.values()]
         _groups.discard(self)
         with contextlib.suppress(ValueError):
             _world.remove(self)
-        for channel in channels:
-            channel.close(NotInitializedError("the process group has been destroyed"))
+        error = NotInitializedError("the process group has been destroyed")
+        self._channel.close(error)
+        self._messages.close(error)
 
     def lost(self) -> CommlibError | None:
         """The error that the group as a whole has failed with, if it has."""
@@ -389,64 +379,6 @@ class ProcessGroup(dist.ProcessGroup):
         work = Work(plan(lane), outputs, seconds if seconds > 0 else self._timeout_s, explain=lane.explain)
         self._channel.submit(work, slot, _hopeless)
         return work
-
-    def _message(self, tensor: torch.Tensor, source: int, destination: int, tag: int) -> Work:
-        peer = destination if source == self._rank else source
-        if not 0 <= peer < self._size:
-            raise ValueError(f"there is no rank {peer} in a group of {self._size}")
-        members = sorted((source, destination))
-        with self._lock:
-            # In a group of two, the two have a session already.
-            channel = self._channel if self._size == 2 else self._pairs.get(peer)
-            if channel is None:
-                ranks = [self._ranks[member] for member in members]
-                channel = self._pairs[peer] = Channel(self._directory, members, ranks)
-                if self._is_shut_down:
-                    channel.close(NotInitializedError("the process group has been destroyed"))
-            number = self._message_counts[source, destination, tag]
-            self._message_counts[source, destination, tag] += 1
-            key = (source, destination, tag, number % MESSAGE_SLOTS)
-            slot = self._message_slots.setdefault(key, Slot(f"torch.{source}>{destination}.{tag}.{key[3]}"))
-        subject = (
-            f"message {number + 1} of tag {tag} from rank {self._ranks[source]} to rank {self._ranks[destination]} in "
-            f"the process group {self._group_name!r}"
-        )
-        lane = Lane(channel, slot.name, subject, "send and recv", 0, described([tensor]))
-        work = Work(
-            collectives.broadcast(lane, tensor, members.index(source)),
-            [tensor],
-            self._timeout_s,
-            explain=lane.explain,
-            source_rank=source,
-        )
-        channel.submit(work, slot, _hopeless)
-        return work
-
-    def _send_to_self(self, tensor: torch.Tensor, tag: int) -> Work:
-        work = Work(collectives.nothing(), [], self._timeout_s, source_rank=self._rank)
-        with self._lock:
-            self._to_self[tag].append(tensor.detach().clone())
-        work.begin()
-        self._match_own_messages(tag)
-        return work
-
-    def _receive_from_self(self, tensor: torch.Tensor, tag: int) -> Work:
-        received: deque[torch.Tensor] = deque()
-        plan = collectives.take(received, tensor)
-        work = Work(plan, [tensor], self._timeout_s, source_rank=self._rank)
-        work.begin_after(None)
-        with self._lock:
-            self._from_self[tag].append((work, received))
-        self._match_own_messages(tag)
-        return work
-
-    def _match_own_messages(self, tag: int) -> None:
-        with self._lock:
-            if not self._to_self[tag] or not self._from_self[tag]:
-                return
-            work, received = self._from_self[tag].popleft()
-            received.append(self._to_self[tag].popleft())
-        work.begin()
 
     def _root(self, opts: Any) -> int:
         root = int(getattr(opts, "rootRank", opts))
