@@ -77,7 +77,6 @@ struct Worker::State : private ForkGuard::Member {
   std::uint32_t take_caller_slot() noexcept;
   void give_back_caller_slot(Operation& operation) noexcept;
   Row::Arrival place(PartTask& task, Driver driver);
-  bool make_room_for_copy(KeyRecord& key, std::uint64_t bytes) noexcept;
   void stage_at_submission(PartTask& task, Row::Arrival* arrival);
   void start(PartTask& task, Driver driver);
   bool is_in_arena(const void* memory, std::size_t bytes) const noexcept;
@@ -247,16 +246,13 @@ Row::Arrival Worker::State::place(PartTask& task, Driver driver) {
                        .staged = true,
                        .copied = !context.several_hosts,
                        .keeps = false,
-                       .copy = 0,
                        .caller = operation.caller_slot};
   const bool puts_in = operation.collective == Collective::kReduce ||
                        (operation.collective == Collective::kBroadcast && operation.root == options.rank);
-  if (context.is_small(operation.bytes())) {
-    const std::uint64_t offset = operation.key->copies[operation.round % 2].offset;
-    auto* const head = reinterpret_cast<CopyHead*>(arena.at(offset));
+  if (context.is_small(operation)) {
+    CopyHead* const head = copy_of(context, task, options.local_rank);
     *head = {operation.round, operation.hash};
     if (puts_in && task.bytes() != 0) std::memcpy(head + 1, task.input(), task.bytes());
-    arrival.copy = static_cast<std::uint32_t>(offset / kCopyUnit + 1);
     // Nobody has to be woken before somebody wants the result.
     if (driver == Driver::kLater || operation.is_callers) arrival.caller = kLooksLater;
     return arrival;
@@ -295,22 +291,6 @@ Row::Arrival Worker::State::place(PartTask& task, Driver driver) {
   return arrival;
 }
 
-// Room for a copy of the input of the key's next round, where that of the round before the last was.
-bool Worker::State::make_room_for_copy(KeyRecord& key, std::uint64_t bytes) noexcept {
-  KeyRecord::Copy& copy = key.copies[(key.rounds() + 1) % 2];
-  bytes += sizeof(CopyHead);
-  if (bytes <= copy.bytes) return true;
-  const std::uint64_t offset = arena.allocate(bytes);
-  if (offset == Arena::kNoSpace) return false;
-  if (offset / kCopyUnit >= UINT32_MAX) {
-    (void)arena.free(offset);
-    return false;
-  }
-  if (copy.bytes != 0) (void)arena.free(copy.offset);
-  copy = {offset, bytes};
-  return true;
-}
-
 void Worker::State::stage_at_submission(PartTask& task, Row::Arrival* arrival) {
   const std::uint64_t bytes = task.bytes();
   if (staged_bytes.fetch_add(bytes, std::memory_order_relaxed) + bytes > kStagingBudgetBytes) {
@@ -338,8 +318,6 @@ Errc Worker::State::submit(const Request& request, std::shared_ptr<Operation>* o
       !(is_in_arena(request.input, request.count * item) && is_in_arena(request.output, request.count * item))) {
     return Errc::kUnsupported;
   }
-  const bool is_small = context.is_small(request.count * item);
-  if (is_small && !make_room_for_copy(*request.key, request.count * item)) return Errc::kOutOfMemory;
   std::shared_ptr<Operation> operation;
   try {
     operation = std::make_shared<Operation>();
@@ -364,6 +342,7 @@ Errc Worker::State::submit(const Request& request, std::shared_ptr<Operation>* o
   operation->parts_left.store(parts, std::memory_order_relaxed);
   operation->self = operation;
   if (request.driver == Driver::kCaller && !context.several_hosts && options.local_size > 1) {
+    const bool is_small = context.is_small(*operation);
     // For a small sum the caller first spins, and needs a slot only when he sleeps.
     if (!is_small) operation->caller_slot = take_caller_slot();
     operation->is_callers = is_small || operation->caller_slot != 0;
@@ -402,7 +381,7 @@ void Worker::State::start(PartTask& task, Driver driver) {
   const Row shared = task.row;
   const bool is_complete = shared.arrive(options.local_rank, arrival);
   // Of a small sum the others are told at once: each does it for himself, when he comes to it.
-  const bool is_small = context.is_small(operation.bytes());
+  const bool is_small = context.is_small(operation);
   if (is_small && is_complete) table.announce_all(row, options.local_rank, News::kEnd);
   // What one rank does alone is done by the last to arrive, on the spot; the others hear of it when it is done.
   const bool is_quick =

@@ -53,8 +53,6 @@ class LocalAdmission {
 };
 
 struct LocalContext {
-  static constexpr std::size_t kSmallBytes = 8 * 1024;  // all inputs together
-
   LocalContext(ReadyTable& ready_table, TaskTable& task_table, FinishedList& finished_list, Arena& own_arena,
                std::atomic<std::uint64_t>& staged) noexcept
       : table(ready_table), tasks(task_table), finished(finished_list), arena(own_arena), staged_bytes(staged) {}
@@ -88,8 +86,9 @@ struct LocalContext {
            operation.input == operation.output;
   }
   // Is it quicker for every rank to read what all have put in, and sum for itself, than to have it done by one?
-  [[nodiscard]] bool is_small(std::size_t bytes) const noexcept {
-    return !several_hosts && local_size > 1 && bytes * local_size <= kSmallBytes;
+  [[nodiscard]] bool is_small(const Operation& operation) const noexcept {
+    return !several_hosts && local_size > 1 && operation.part_count == 1 &&
+           operation.bytes() * local_size <= kSmallBytes && operation.key->row_of(0) < kSmallRows;
   }
   // Does this host put anything in?
   [[nodiscard]] bool contributes(const Operation& operation) const noexcept {

@@ -191,10 +191,8 @@ Errc reduce_slice(const LocalContext& context, const PartTask& task, std::uint32
   return Errc::kOk;
 }
 
-const CopyHead* copy_of(const LocalContext& context, const PartTask& task, std::uint32_t rank) noexcept {
-  const std::atomic<std::uint32_t>& place = task.row.entry(rank).copies[task.operation->round % 2];
-  const std::uint64_t unit = place.load(std::memory_order_relaxed);
-  return unit == 0 ? nullptr : reinterpret_cast<const CopyHead*>(context.arena_bases[rank] + (unit - 1) * kCopyUnit);
+CopyHead* copy_of(const LocalContext& context, const PartTask& task, std::uint32_t rank) noexcept {
+  return context.table.copy(task.row_index, rank, task.operation->round);
 }
 
 void sum_copies(const LocalContext& context, const PartTask& task) noexcept {

@@ -19,8 +19,8 @@ namespace commlib {
 
 // A small sum, from everybody's copy of his input into the own output.
 void sum_copies(const LocalContext& context, const PartTask& task) noexcept;
-// What a rank that has arrived has said last in a small round that was even, or odd, as this one; nullptr: nothing.
-[[nodiscard]] const CopyHead* copy_of(const LocalContext& context, const PartTask& task, std::uint32_t rank) noexcept;
+// What a rank that has arrived has said last in a small round that was even, or odd, as this one.
+[[nodiscard]] CopyHead* copy_of(const LocalContext& context, const PartTask& task, std::uint32_t rank) noexcept;
 
 // Copy the input to where the others reach it, and the result from there to the output; without the slice of the own rank
 // where that was not staged.

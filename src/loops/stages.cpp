@@ -167,7 +167,7 @@ Errc compare(LocalContext& context, PartTask& task) noexcept {
   bool agree = true;
   for (std::uint32_t rank = 0; rank < context.local_size; ++rank) {
     const CopyHead* const said = copy_of(context, task, rank);
-    agree = agree && said != nullptr && said->round == round && said->hash == task.operation->hash;
+    agree = agree && said->round == round && said->hash == task.operation->hash;
   }
   // One that has arrived may have given up since: it has shut down.
   if (agree) return task.row.has_failed(round) ? Errc::kAgain : Errc::kOk;
@@ -257,7 +257,7 @@ void finish(LocalContext& context, PartTask& task, Failure failure) noexcept {
 }  // namespace
 
 Plan plan_for(const LocalContext& context, const Operation& operation) noexcept {
-  if (context.is_small(operation.bytes())) return kSmall;
+  if (context.is_small(operation)) return kSmall;
   if (!context.several_hosts) return kOneHost;
   return context.contributes(operation) ? Plan(kHosts) : Plan(kReceive);
 }

@@ -34,6 +34,15 @@ constexpr std::size_t row_stride(std::uint32_t local_size) noexcept {
   return sizeof(RowHead) + round_up(sizeof(SliceWord) * local_size, 64) + sizeof(RowEntry) * local_size;
 }
 
+constexpr std::size_t rows_bytes(std::uint32_t local_size) noexcept {
+  return round_up(row_stride(local_size) * kMaxRows, kPage);
+}
+
+// An odd number of cache lines, so that copies do not compete for a few sets of a cache.
+constexpr std::size_t copy_stride(std::uint32_t local_size) noexcept {
+  return (round_up(sizeof(CopyHead) + kSmallBytes / local_size, 64) / 64 | 1) * 64;
+}
+
 constexpr std::size_t statuses_bytes(std::uint32_t local_size) noexcept {
   return round_up(sizeof(RankStatus) * local_size, kPage);
 }
@@ -55,7 +64,6 @@ bool Row::arrive(std::uint32_t local_rank, const Arrival& arrival) const noexcep
   mine.output.store(arrival.output.bits(), std::memory_order_relaxed);
   mine.keeps.store(arrival.keeps ? 1 : 0, std::memory_order_relaxed);
   mine.caller.store(arrival.caller, std::memory_order_relaxed);
-  if (arrival.copy != 0) mine.copies[arrival.round % 2].store(arrival.copy, std::memory_order_relaxed);
   if (arrival.staged) mine.staged.store(arrival.round, std::memory_order_relaxed);
   if (arrival.copied) mine.copied.store(arrival.round, std::memory_order_relaxed);
   mine.round.store(2 * arrival.round, std::memory_order_seq_cst);  // see "arrival" above
@@ -163,17 +171,27 @@ bool Row::has_failed(std::uint64_t round) const noexcept {
 }
 
 ReadyTable::ReadyTable(Segment& segment, std::uint32_t local_rank, std::uint32_t local_size)
-    : local_rank_(local_rank), local_size_(local_size), row_bytes_(row_stride(local_size)) {
+    : local_rank_(local_rank),
+      local_size_(local_size),
+      row_bytes_(row_stride(local_size)),
+      copy_bytes_(copy_stride(local_size)) {
   COMMLIB_CHECK(local_size >= 1 && local_size <= kMaxLocalRanks && local_rank < local_size);
   COMMLIB_CHECK(segment.bytes() >= bytes_needed(local_size));
   // Zeros are a valid value of all of these types, so mapping is constructing.
   epoch_ = reinterpret_cast<std::atomic<std::uint64_t>*>(segment.data());
   statuses_ = reinterpret_cast<RankStatus*>(segment.data() + kPage);
   rows_ = segment.data() + kPage + statuses_bytes(local_size);
+  copies_ = rows_ + rows_bytes(local_size);
 }
 
 std::size_t ReadyTable::bytes_needed(std::uint32_t local_size) noexcept {
-  return kPage + statuses_bytes(local_size) + round_up(row_stride(local_size) * kMaxRows, kPage);
+  const std::size_t copies = copy_stride(local_size) * local_size * 2 * kSmallRows;
+  return kPage + statuses_bytes(local_size) + rows_bytes(local_size) + round_up(copies, kPage);
+}
+
+CopyHead* ReadyTable::copy(RowIndex index, std::uint32_t local_rank, std::uint64_t round) const noexcept {
+  const std::size_t number = (std::size_t{index} * 2 + round % 2) * local_size_ + local_rank;
+  return reinterpret_cast<CopyHead*>(copies_ + number * copy_bytes_);
 }
 
 Row ReadyTable::row(RowIndex index) const noexcept {

@@ -86,19 +86,19 @@ struct alignas(64) RowEntry {
   std::atomic<std::uint64_t> copied;  // round whose result this rank has taken
   std::atomic<std::uint32_t> keeps;   // 1: slice number `its own rank` is not at `input`, and nobody else's to do
   std::atomic<std::uint32_t> caller;  // 0: announce through the bitmap; 1 + the caller slot that waits; kLooksLater
-  // Small sums: where in the own arena the copy for the last even and for the last odd such round begins; 0: nowhere,
-  // else 1 + the offset in units of kCopyUnit. Who is in round r + 2 knows that nobody is in round r any more, and may
-  // write there.
-  std::atomic<std::uint32_t> copies[2];
 };
 static_assert(sizeof(RowEntry) == 64);
 
-// What stands before a copy of a rank's input: all that is said of a small sum, so that it can be read in round r + 1, too.
+// A small sum: each rank leaves a copy of its input in the table, of the last even and of the last odd such round. Who is in
+// round r + 2 knows that nobody is in round r any more, and may write there.
+inline constexpr std::size_t kSmallBytes = 8 * 1024;  // all inputs together
+inline constexpr RowIndex kSmallRows = 16 * 1024;     // rows with room for copies, the first ones
+
+// What stands before a copy: all that is said of a small sum, so that it can be read in round r + 1, too.
 struct CopyHead {
   std::uint64_t round;
   std::uint64_t hash;  // of the signature
 };
-inline constexpr std::uint64_t kCopyUnit = 64;
 
 struct alignas(64) RowHead {
   std::atomic<std::uint64_t> granted;    // round that may take staging and be reduced
@@ -132,7 +132,6 @@ class Row {
     bool staged;           // the places can be reached by everybody
     bool copied;           // nothing will have to be collected into `output`
     bool keeps;            // as RowEntry::keeps
-    std::uint32_t copy;    // as RowEntry::copies; 0: leaves the last one
     std::uint32_t caller;  // as RowEntry::caller
   };
   // Arrive; true if from here all ranks are seen to have arrived (of several that arrive at once, more than one may see it).
@@ -205,6 +204,8 @@ class ReadyTable {
   [[nodiscard]] static std::size_t bytes_needed(std::uint32_t local_size) noexcept;
 
   [[nodiscard]] Row row(RowIndex index) const noexcept;
+  // Where the copy of a rank's input in a round like this one is, for rows below kSmallRows; behind the head.
+  [[nodiscard]] CopyHead* copy(RowIndex index, std::uint32_t local_rank, std::uint64_t round) const noexcept;
   [[nodiscard]] RankStatus& status(std::uint32_t local_rank) const noexcept { return statuses_[local_rank]; }
   [[nodiscard]] std::uint32_t local_rank() const noexcept { return local_rank_; }
   [[nodiscard]] std::uint32_t local_size() const noexcept { return local_size_; }
@@ -241,6 +242,8 @@ class ReadyTable {
   RankStatus* statuses_;
   std::byte* rows_;
   std::size_t row_bytes_;
+  std::byte* copies_;
+  std::size_t copy_bytes_;
 };
 
 }  // namespace commlib

@@ -63,11 +63,6 @@ struct KeyRecord {
   std::uint64_t cursor = 0;                                 // first byte in the job's virtual byte space
   std::vector<std::pair<RowIndex, std::uint32_t>> extents;  // first row, rows
   std::atomic<std::uint64_t> round{0};                      // rounds submitted by this process
-  struct Copy {
-    std::uint64_t offset = 0;  // in the own arena
-    std::uint64_t bytes = 0;
-  };
-  Copy copies[2];  // of even and odd rounds, see RowEntry::copies; kept from round to round
   std::atomic<bool> in_flight{false};
 
   // A name has one round in flight: false if it has one already. Taken until the operation completes, or `give_back`.

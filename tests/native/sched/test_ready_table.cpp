@@ -30,7 +30,6 @@ Row::Arrival arrival(std::uint64_t round, std::uint64_t hash = 7, std::uint32_t 
           .staged = true,
           .copied = false,
           .keeps = keeps,
-          .copy = 0,
           .caller = caller};
 }
 
