@@ -21,6 +21,7 @@ from commlib import (
     size,
 )
 from commlib.elastic import resume, suspend
+from commlib.torch import amp, cross_barrier, parallel
 from commlib.torch.compression import Compression
 from commlib.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from commlib.torch.ops import (
@@ -51,6 +52,7 @@ __all__ = [
     "Product",
     "ReduceOp",
     "Sum",
+    "amp",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -59,12 +61,14 @@ __all__ = [
     "broadcast_parameters",
     "byteps_push_pull",
     "byteps_torch_set_num_grads",
+    "cross_barrier",
     "declare",
     "get_push_pull_speed",
     "init",
     "is_initialized",
     "local_rank",
     "local_size",
+    "parallel",
     "poll",
     "push_pull",
     "push_pull_async",

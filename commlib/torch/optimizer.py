@@ -146,20 +146,28 @@ def DistributedOptimizer(  # noqa: N802 - the name scripts use
     Raises ``NotInitializedError`` before ``commlib.init()``; ``ValueError`` for duplicate or missing names, or another
     ``op``; ``UnsupportedError`` for parameters that are not in CPU memory.
     """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    _check(optimizer, compression, op)
     if isinstance(optimizer, _DistributedOptimizer):
         raise ValueError("the optimizer is a DistributedOptimizer already")
+    named = _named(optimizer, named_parameters)
+    prefix = f"DistributedOptimizer.{next(_instances)}."
+    reducer = Reducer(prefix, named, compression, _positive(backward_passes_per_step), op, sparse_as_dense)
+    return _wrapped(optimizer, _DistributedOptimizer, reducer)
+
+
+def _check(optimizer: Optimizer, compression: Compressor, op: ReduceOp) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if op not in (Average, Sum):
         raise ValueError(f"gradients can be reduced by Average or Sum, not by {op!r}")
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         raise TypeError(f"compression is {compression!r}; expected one as Compression.fp16")
-    named = _named(optimizer, named_parameters)
-    prefix = f"DistributedOptimizer.{next(_instances)}."
-    reducer = Reducer(prefix, named, compression, _positive(backward_passes_per_step), op, sparse_as_dense)
 
+
+def _wrapped(optimizer: Optimizer, front: type[_DistributedOptimizer], reducer: Reducer) -> Any:
+    """An optimizer with the methods of ``front`` in front of those of its class."""
     base = type(optimizer)
-    derived = type(base.__name__, (_DistributedOptimizer, base), {"__module__": base.__module__})
+    derived = type(base.__name__, (front, base), {"__module__": base.__module__})
     wrapper: Any = object.__new__(derived)
     wrapper.__dict__ = optimizer.__dict__
     wrapper._original = optimizer

@@ -131,6 +131,13 @@ class _Bucket:
     def has_left(self) -> bool:
         return self.handle is not None or self.is_done
 
+    def dissolve(self) -> None:
+        """Let all go if many have gone. They will be in another one soon."""
+        members = self.members()
+        if 4 * sum(slot.param.nbytes for slot in members) < 3 * sum(slot.param.nbytes for slot in self.slots):
+            for slot in members:
+                _move_out(slot)
+
     def restart(self) -> None:
         self.missing = len(self.members())
         self.handle, self.is_done, self.error, self.lacking = None, False, None, []
@@ -464,14 +471,15 @@ class Reducer:
 
     def _rearrange(self, is_good: bool) -> None:
         """Move parameters out of buckets and into new ones, as this step has shown what they are."""
-        for bucket in self.buckets if is_good else ():
-            self._release(bucket)
         for bucket in self.buckets:
-            members = bucket.members()
-            if 4 * sum(slot.param.nbytes for slot in members) < 3 * sum(slot.param.nbytes for slot in bucket.slots):
-                for slot in members:  # they will be in another one soon
-                    _move_out(slot)
+            if is_good:
+                self._release(bucket)
+            bucket.dissolve()
         self.buckets = [bucket for bucket in self.buckets if bucket.members()]
+        self._conclude(is_good)
+
+    def _conclude(self, is_good: bool) -> None:
+        """Put what has been reduced by itself into buckets where it shall be from now on."""
         if is_good and self._counts:
             self._promote(self._counts)
         self._pending.clear()
@@ -505,19 +513,23 @@ class Reducer:
 
     def restart(self) -> None:
         """Begin a new step: what is in ``grad`` from now on has not been reduced."""
+        self._restart_slots()
+        for bucket in self.buckets:
+            bucket.restart()
+
+    def _restart_slots(self) -> None:
         self.reduced = False
         self._ended = self._clock = 0
         for slot in self.slots:
             slot.passes, slot.is_late, slot.grad = 0, False, None
-        for bucket in self.buckets:
-            bucket.restart()
 
     def require_reduced(self) -> None:
         """Raise if a step taken now would use gradients that have not been reduced."""
-        if self._is_begun():
+        if self.is_begun():
             raise RuntimeError("step() inside skip_synchronize() needs a synchronize() before it")
 
-    def _is_begun(self) -> bool:
+    def is_begun(self) -> bool:
+        """Whether there are gradients that have not been reduced, or not to the end."""
         return bool(self._pending) or self._used is not None or any(slot.passes for slot in self.slots)
 
     def discard(self) -> bool:
@@ -527,7 +539,7 @@ class Reducer:
         """
         has_left = any(bucket.has_left for bucket in self.buckets) or self._used is not None
         # Where one rank has submitted something, another may not have: it has to, lest it be taken for the next step's.
-        if self.is_active and self._is_begun() and (self.buckets or self._used is not None):
+        if self.is_active and self.is_begun() and (self.buckets or self._used is not None):
             for slot in self.slots:
                 slot.grad = None  # may have been changed: nobody will use it
             self.synchronize()
