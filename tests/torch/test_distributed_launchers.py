@@ -18,6 +18,8 @@ from tests.launch import REPOSITORY, environment, run_job, unused_port
 RUN = [sys.executable, "-m", "commlib.cli", "run", "-n", "2", "--", sys.executable]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
+pytestmark = pytest.mark.soak
+
 
 def output_of(command: list[str]) -> str:
     env = environment({"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "COMMLIB_SECRET": "of this test"})

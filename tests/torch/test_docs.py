@@ -22,6 +22,8 @@ from tests.launch import REPOSITORY, run_job, unused_port
 
 SNIPPETS = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs/torch.md").read_text(), re.MULTILINE | re.DOTALL)
 
+pytestmark = pytest.mark.soak  # each piece of the documentation, in jobs of its own
+
 
 def build_model() -> Any:
     return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
