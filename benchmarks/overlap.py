@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training on two hosts: how much of the communication is hidden behind the computation. Needs root, and torch.
+
+    python benchmarks/overlap.py [--layers 12] [--width 768] [--batch 512] [--quick] [--json FILE] [--png FILE]
+
+Hosts are network namespaces of this machine. Their links are made so fast that moving all gradients takes as long as
+the backward pass. What is reported is one iteration: of computing alone, of communicating alone, and of both with
+commlib's optimizer, with its CrossBarrier, and with torch's DistributedDataParallel over gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import commlib
+from harness import charts
+from harness.group import Layout, call
+from harness.libraries import GLOO, joined, present, what_is_missing
+from harness.options import NotHereError, positive, read_options, run_script
+from harness.report import Report, Row, rows_of
+from harness.sizes import size_in_words, time_in_words
+from harness.turns import Contender, Turns, slowest, take_turns
+from tests import lab
+
+TIMEOUT_S = 300
+PART_BYTES = 4 << 20  # of what is moved alone, as of the optimizer's buckets
+LEARNING_RATE = 1e-4
+
+COMPUTE, COMMUNICATE, SUM = "computation alone", "communication alone", "one after the other"
+OPTIMIZER, CROSS_BARRIER, DDP = "commlib, DistributedOptimizer", "commlib, CrossBarrier", f"torch DDP, {GLOO}"
+SECTION = "2 hosts: one iteration"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, on all ranks alike."""
+
+    layers: int
+    width: int
+    batch: int
+    rounds: int
+    iterations: int  # of one turn
+    libraries: frozenset[str]
+
+    @property
+    def bytes_of_gradients(self) -> int:
+        """Of one iteration."""
+        return 4 * self.layers * (self.width + 1) * self.width
+
+    def network(self) -> Any:
+        """As many layers as wide as said."""
+        import torch
+
+        torch.manual_seed(1)
+        layers: list[Any] = []
+        for _ in range(self.layers):
+            layers += [torch.nn.Linear(self.width, self.width), torch.nn.ReLU()]
+        return torch.nn.Sequential(*layers)
+
+    def data(self) -> tuple[Any, Any]:
+        """A batch of this rank's, and what should come out."""
+        import torch
+
+        generator = torch.Generator().manual_seed(commlib.rank())
+        x, y = (torch.randn(self.batch, self.width, generator=generator) for _ in range(2))
+        return x, y
+
+
+# In the ranks.
+
+
+def backward_seconds(task: Task) -> float:
+    """How long a backward pass takes, while all ranks compute."""
+    import torch
+
+    torch.set_num_threads(1)
+    commlib.init()
+    network, (x, y) = task.network(), task.data()
+    seconds = []
+    for _ in range(task.rounds + 2):
+        network.zero_grad()
+        loss = torch.nn.functional.mse_loss(network(x), y)
+        commlib.barrier()
+        began = time.perf_counter()
+        loss.backward()
+        seconds.append(time.perf_counter() - began)
+    commlib.barrier()
+    commlib.shutdown()
+    return statistics.median(seconds[2:])
+
+
+def work(task: Task) -> Turns:
+    """In each rank: the turns of all contenders."""
+    import torch
+
+    torch.set_num_threads(1)
+    with joined(task.libraries, "eth0") as others:
+        runners = [_computing(task), _communicating(task), _with_optimizer(task), _with_cross_barrier(task)]
+        if others.gloo is not None:
+            runners.append(_with_ddp(task))
+        return take_turns(runners, rounds=task.rounds, batch_s=0, warm_up=1)
+
+
+def _training(task: Task, name: str, network: Any, optimizer: Any, finish: Callable[[], object]) -> Contender:
+    """Some iterations of a training script; the last one is over when its weights are there."""
+    import torch
+
+    x, y = task.data()
+
+    def action() -> None:
+        for _ in range(task.iterations):
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(network(x), y).backward()
+            optimizer.step()
+        finish()
+
+    return Contender(name, action, action)
+
+
+def _sgd(network: Any) -> Any:
+    import torch
+
+    return torch.optim.SGD(network.parameters(), lr=LEARNING_RATE)
+
+
+def _computing(task: Task) -> Contender:
+    network = task.network()
+    return _training(task, COMPUTE, network, _sgd(network), lambda: None)
+
+
+def _communicating(task: Task) -> Contender:
+    whole, rest = divmod(task.bytes_of_gradients, PART_BYTES)
+    parts = [commlib.zeros(size // 4, np.float32) for size in [PART_BYTES] * whole + [rest] * (rest > 0)]
+
+    def action() -> None:
+        for _ in range(task.iterations):
+            for handle in [commlib.push_pull_async_(part, name=f"part{i}") for i, part in enumerate(parts)]:
+                handle.wait()
+
+    return Contender(COMMUNICATE, action, action)
+
+
+def _with_optimizer(task: Task) -> Contender:
+    import commlib.torch as bps
+
+    network = task.network()
+    optimizer = bps.DistributedOptimizer(_sgd(network), network.named_parameters())
+    return _training(task, OPTIMIZER, network, optimizer, lambda: None)
+
+
+def _with_cross_barrier(task: Task) -> Contender:
+    from commlib.torch.cross_barrier import CrossBarrier
+
+    network = task.network()
+    optimizer = CrossBarrier(network, _sgd(network), network.named_parameters())
+    return _training(task, CROSS_BARRIER, network, optimizer, optimizer.synchronize)
+
+
+def _with_ddp(task: Task) -> Contender:
+    import torch
+
+    network = task.network()
+    parallel = torch.nn.parallel.DistributedDataParallel(network)
+    return _training(task, DDP, parallel, _sgd(network), lambda: None)
+
+
+# In the benchmark itself.
+
+
+def _more_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layers", type=positive, default=12, help="default: 12")
+    parser.add_argument("--width", type=positive, default=768, help="of each layer; default: 768")
+    parser.add_argument("--batch", type=positive, default=512, help="of each rank; default: 512")
+
+
+def main() -> None:
+    """Measure, and show."""
+    options = read_options(__doc__ or "", sizes=(), rounds=(3, 7), more=_more_options)
+    problem = lab.what_is_missing()
+    if problem is not None:
+        raise NotHereError(f"several hosts cannot be made: {problem}")
+    missing = what_is_missing(options.without, can_use_mpi=False)
+    if GLOO in missing and missing[GLOO] != "left out":
+        raise NotHereError(missing[GLOO])
+    own = options.own
+    task = Task(own.layers, own.width, own.batch, options.rounds, iterations=3, libraries=present(missing))
+    layout = Layout(hosts=2, ranks_per_host=1)
+    report = Report("overlap", f"{task.layers} layers, {task.width} wide: training on 2 hosts", options, missing)
+    with lab.Lab(layout.hosts) as hosts:
+        backward = max(call(backward_seconds, task, layout=layout, lab=hosts, timeout_s=TIMEOUT_S))
+    rate = round(8 * task.bytes_of_gradients / backward)
+    with lab.Lab(layout.hosts, rate=f"{rate}bit") as hosts:
+        by_rank: list[Turns] = call(work, task, layout=layout, lab=hosts, timeout_s=TIMEOUT_S)
+    report.rows += _rows(task, by_rank)
+    report.notes += [
+        f"Medians over the rounds of the slowest rank; a turn is {task.iterations} iterations on one thread a rank. A "
+        f"backward pass takes {time_in_words(backward)}; links carry {rate / 1e6:.0f} Mbit/s each way, so that "
+        f"{size_in_words(task.bytes_of_gradients)} of gradients take as long."
+    ]
+    report.finish(draw)
+
+
+def _rows(task: Task, by_rank: Sequence[Turns]) -> list[Row]:
+    rounds = {name: [s / task.iterations for s in slowest(by_rank, name)] for name in by_rank[0]}
+    rounds[SUM] = [a + b for a, b in zip(rounds[COMPUTE], rounds[COMMUNICATE], strict=True)]
+    names = (COMPUTE, COMMUNICATE, SUM, OPTIMIZER, CROSS_BARRIER, DDP)
+    ordered = {name: rounds[name] for name in names if name in rounds}
+    return list(
+        rows_of(SECTION, "iteration", ordered, size=task.bytes_of_gradients, references={"× one after the other": SUM})
+    )
+
+
+def draw(figure: Any, rows: list[Row]) -> None:
+    """A bar for each."""
+    axes = figure.subplots()
+    charts.times_on_y(axes, rows)
+    charts.bars(axes, rows, lambda one: one.median, label=time_in_words, ylabel="time of an iteration")
+
+
+if __name__ == "__main__":
+    import overlap  # by the name that the processes it starts know it by
+
+    run_script(overlap.main)
