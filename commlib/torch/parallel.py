@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
 from commlib import Average
+from commlib.errors import CommlibError, OperationTimeout
 from commlib.torch import ops
 from commlib.torch.compression import Compression, Compressor
 from commlib.torch.functions import broadcast_parameters
@@ -33,16 +34,50 @@ from commlib.torch.reducer import Reducer, Slot
 _instances = itertools.count()
 
 
+class _End:
+    """Is called when a backward pass ends, for all modules that it has reached, in the same order on all ranks."""
+
+    _of_tasks: ClassVar[weakref.WeakValueDictionary[int, _End]] = weakref.WeakValueDictionary()
+
+    def __init__(self) -> None:
+        self._reducers: list[_PassReducer] = []
+
+    @classmethod
+    def of_this_pass(cls, reducer: _PassReducer) -> _End:
+        """Have ``reducer`` called. The engine, and nobody else, holds what is returned."""
+        task = int(torch._C._current_graph_task_id())
+        end = cls._of_tasks.get(task)
+        if end is None:
+            end = cls._of_tasks[task] = cls()
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+        end._reducers.append(reducer)
+        return end
+
+    def __call__(self) -> None:
+        errors: list[CommlibError] = []
+        for reducer in sorted(self._reducers, key=lambda reducer: reducer.number):
+            try:
+                reducer.end()
+            except OperationTimeout:
+                raise
+            except CommlibError as error:  # other ranks may wait for the next module
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+
 class _PassReducer(Reducer):
     """Reduces whatever there is when the outermost backward pass ends."""
 
     def __init__(
-        self, prefix: str, named: list[tuple[str, torch.Tensor]], compression: Compressor, sparse_as_dense: bool
+        self, number: int, named: list[tuple[str, torch.Tensor]], compression: Compressor, sparse_as_dense: bool
     ) -> None:
+        prefix = f"DistributedDataParallel.{number}."
         super().__init__(prefix, named, compression, 1, Average, sparse_as_dense, waits=False)
+        self.number = number
         self.is_paused = False
         self._held: set[int] = set()  # those that have got a gradient while it was paused
-        self._end: weakref.ref[Callable[[], None]] | None = None  # of the backward pass that runs
+        self._end: weakref.ref[_End] | None = None  # of the backward pass that runs
         # A backward pass has begun, has ended, and what it has computed has not been reduced yet.
         self._is_open = self._has_ended = False
 
@@ -107,17 +142,13 @@ class _PassReducer(Reducer):
             return
         if self._is_open:
             raise RuntimeError("the last backward() failed before all gradients were reduced: call synchronize() first")
-        reference = weakref.ref(self)
-
-        def end() -> None:
-            reducer = reference()
-            if reducer is not None:
-                reducer._end, reducer._has_ended = None, True
-                reducer.synchronize()
-
         self._is_open = True
-        self._end = weakref.ref(end)
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        self._end = weakref.ref(_End.of_this_pass(self))
+
+    def end(self) -> None:
+        """Reduce all there is, as the backward pass is over."""
+        self._end, self._has_ended = None, True
+        self.synchronize()
 
     def _has_grad(self, slot: Slot) -> bool:
         held = slot.index in self._held and slot.param.grad is not None and slot.fits()
@@ -169,11 +200,10 @@ class DistributedDataParallel(torch.nn.Module):
             raise ValueError(f"device_ids is {device_ids!r}, but parameters must be in CPU memory: leave it out")
         self.module = module
         self.broadcast_buffers = broadcast_buffers
-        self._prefix = f"DistributedDataParallel.{next(_instances)}."
         named = list(module.named_parameters())
-        self._reducer: _PassReducer | None = _PassReducer(self._prefix, named, compression, sparse_as_dense)
+        self._reducer: _PassReducer | None = _PassReducer(next(_instances), named, compression, sparse_as_dense)
         try:
-            broadcast_parameters([*named, *module.named_buffers()], 0, prefix=self._prefix)
+            broadcast_parameters([*named, *module.named_buffers()], 0, prefix=self._reducer.prefix)
         except BaseException:
             self.unwrap()
             raise
@@ -229,7 +259,7 @@ class DistributedDataParallel(torch.nn.Module):
             return
         reducer.tidy()
         if self.broadcast_buffers and self.training and not reducer.is_paused:
-            _broadcast_buffers(self.module, self._prefix)
+            _broadcast_buffers(self.module, reducer.prefix)
 
     @ops.outside_graphs
     def _watch(self, reducer: _PassReducer, outputs: Any) -> None:

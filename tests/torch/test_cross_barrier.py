@@ -343,13 +343,27 @@ def states() -> None:
     assert counted(functools.partial(train_one, nets[0], inner, x, y)) == 0
 
 
+class Renewing(torch.optim.SGD):
+    """Makes its state anew in each step, changes it in the next, and multiplies matrices."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    average = self.state[param].get("average", torch.zeros_like(param)).mul_(0.9)
+                    self.state[param]["average"] = average = average + param.grad
+                    rows = average.reshape(len(average), -1)
+                    param.sub_((torch.eye(len(rows)) @ rows).view_as(param), alpha=group["lr"])
+
+
 @scenario
 def forward_in_other_modes() -> None:
     """The step is the same whatever the forward pass that carries it out is inside of."""
-    nets = [Net(), Net()]
-    barrier = CrossBarrier(nets[0], torch.optim.Adam(nets[0].parameters()))
-    wrapped = bps.DistributedOptimizer(torch.optim.Adam(nets[1].parameters()), nets[1].named_parameters())
-    for step, (x, y) in enumerate(data(8)):
+    nets = [Net().float(), Net().float()]
+    barrier = CrossBarrier(nets[0], Renewing(nets[0].parameters(), lr=0.1), separable=True)
+    wrapped = bps.DistributedOptimizer(Renewing(nets[1].parameters(), lr=0.1), nets[1].named_parameters())
+    for step, (x, y) in enumerate(batches(torch.float32, 8)):
         train_one(nets[0], barrier, x, y)
         train_one(nets[1], wrapped, x, y)
         if step % 4 == 1:

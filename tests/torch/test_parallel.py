@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import commlib
 import commlib.torch as bps
-from commlib.torch import reducer
+from commlib.torch import ops, reducer
 from commlib.torch.parallel import DistributedDataParallel
 from tests.launch import run_job
 from tests.torch import message_of, results_of
@@ -152,21 +152,29 @@ def is_reduced_when_backward_returns() -> None:
 
 @scenario
 def overlaps_with_backward() -> None:
-    """What is used in all steps is in buckets, which are submitted while backward runs, and nothing else is."""
+    """The last layer's gradients are under way before those of the first one are computed."""
     net, usual = network(torch.float64), reducer.BUCKET_BYTES
     reducer.BUCKET_BYTES = 8
     wrapped = DistributedDataParallel(net)
-    (x, y), seen = next(data(1)), []
-    loss_of(wrapped, *part_of(x, y)).backward()
+    x, y = next(data(1))
+    passes(wrapped, x, y)
     reducer.BUCKET_BYTES = usual
-    assert counted(lambda: net[0].register_full_backward_pre_hook(lambda *_: seen.append(True))) == 0
-    net[0].register_full_backward_hook(lambda *_: seen.append(False))
+    submit, events = ops.submit, []
 
-    def once_more() -> None:
-        loss_of(wrapped, *part_of(x, y)).backward()
+    def noted(tensor: Any, op: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        events.append("submitted")
+        return submit(tensor, op, name, *args, **kwargs)
 
-    assert counted(once_more) == (0 if bps.size() == 1 else 6)
-    assert seen
+    hook = net[0].weight.register_hook(lambda _: events.append("first layer"))
+    ops.submit = noted
+    try:
+        passes(wrapped, x, y)
+    finally:
+        ops.submit = submit
+    hook.remove()
+    before, after = (4, 2) if bps.size() > 1 else (0, 0)  # the last one may be that of the first layer's bias
+    assert events.count("submitted") == before + after
+    assert events.index("first layer") in (before, before + 1) or bps.size() == 1
 
 
 @scenario
@@ -222,6 +230,10 @@ def checkpointing() -> None:
             loss_of(wrapped, *part_of(x, y), reentrant=reentrant).backward()
             loss_of(reference, x, y).backward()
             assert_same_gradients(net, reference)
+        # Nothing is reduced when an inner pass ends, which would take parameters out of their bucket.
+        again = functools.partial(passes, wrapped, x, y, reentrant=reentrant)
+        assert counted(again) == (bps.size() > 1)
+        loss_of(reference, x, y).backward()
         for x, y in data(3):
             part_x, part_y = part_of(x, y)
             part_x.requires_grad_()  # reentrant checkpointing wants it
@@ -290,6 +302,40 @@ def two_of_them() -> None:
         # Nothing has fallen out of its bucket, so there are few operations.
         again = functools.partial(play, wrapped, optimizers, *part_of(z, real))
         assert counted(again) == (bps.size() > 1) * (2 + (not freezes))
+
+
+@scenario
+def in_any_order() -> None:
+    """Two modules in one backward pass, which comes to them in another order on each rank."""
+    nets, references = [Net(), Net()], [Net(), Net()]
+    wrapped = [DistributedDataParallel(net) for net in nets]
+    for step, (x, y) in enumerate(data(4)):
+        one, other = wrapped[:: 1 if (step + bps.rank()) % 2 else -1]
+        optional = step == 0 or (step + bps.rank()) % 2 == 0
+        (loss_of(one, *part_of(x, y), optional=False) + loss_of(other, *part_of(x, y), optional=optional)).backward()
+        assert all(net.first.weight.grad is not None for net in nets)
+        for net, reference in zip(nets, references, strict=True):
+            for rank in range(bps.size()):
+                first = net is nets[0 if (step + rank) % 2 else -1]
+                uses = not first and (step == 0 or (step + rank) % 2 == 0)
+                (loss_of(reference, *part_of(x, y, rank=rank), optional=uses) / bps.size()).backward()
+            assert_same_gradients(net, reference)
+
+
+@scenario
+def zeros_are_gradients() -> None:
+    """What was used while nothing was reduced has a gradient, also if that is nothing but zeros."""
+    net = Net()
+    wrapped = DistributedDataParallel(net)
+    x, y = next(data(1))
+    passes(wrapped, x, y)
+    net.zero_grad(set_to_none=False)
+    with wrapped.no_sync():
+        (0 * loss_of(wrapped, *part_of(x, y))).backward()
+    passes(wrapped, x, y, optional=False)
+    assert net.optional.weight.grad is not None
+    assert not net.optional.weight.grad.any()
+    assert net.never.weight.grad is None
 
 
 @scenario
@@ -491,9 +537,9 @@ def forward_without_backward() -> None:
         assert_same_gradients(net, reference)
 
 
-def passes(net: Any, x: Any, y: Any) -> None:
+def passes(net: Any, x: Any, y: Any, **options: Any) -> None:
     """A forward and a backward pass on this rank's part."""
-    loss_of(net, *part_of(x, y)).backward()
+    loss_of(net, *part_of(x, y), **options).backward()
 
 
 @scenario
