@@ -345,6 +345,10 @@ def CrossBarrier(  # noqa: N802 - the name scripts use
     it themselves. A parameter used too early in a forward pass raises ``RuntimeError`` in the backward pass. Gradients
     are used up by ``step()``: after it ``grad`` is None. What went wrong with a step is raised where it is waited for.
 
+    A model may be compiled by ``torch.compile``, after this or before, but not called before: a compiled model does not
+    see the hooks that modules get later (nor does a second model that can use what was compiled for one without them;
+    ``torch._dynamo.reset()`` helps). The error above says so.
+
     The step must treat each parameter without regard to the others: so do those of ``torch.optim``, but for L-BFGS. Of
     others, also classes derived from them, that has to be promised by ``separable=True``. A GradScaler, closures and
     sparse gradients are refused.

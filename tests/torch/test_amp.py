@@ -177,7 +177,7 @@ def run_scenarios() -> dict[str, str]:
 WORKERS = [run_scenarios]
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario(name: str, size: int) -> None:
     for results in results_of(run_scenarios, size):

@@ -25,9 +25,10 @@ from torch.utils.checkpoint import checkpoint
 import commlib.torch as bps
 from commlib.torch import ops, reducer
 from commlib.torch.cross_barrier import _SEPARABLE, CrossBarrier
+from commlib.torch.parallel import DistributedDataParallel
 from tests.torch import message_of, results_of
 from tests.torch.test_optimizer import counted
-from tests.torch.test_parallel import Net, assert_same_weights, data, loss_of, part_of
+from tests.torch.test_parallel import Net, assert_same_gradients, assert_same_weights, data, loss_of, part_of
 from tests.torch.test_training import OPTIMIZERS, STEPS, Lion, batches, network, weights
 
 SIZES = [1, 2, 4]
@@ -537,6 +538,32 @@ def step_hooks_run_once() -> None:
             train_one(net, barrier, x, y)
         barrier.synchronize()
     assert seen == ["before", "after"] * 3
+
+
+@scenario
+def compiled() -> None:
+    """Models compiled by torch.compile before and after wrapping; DistributedDataParallel of one, and around one."""
+    if bps.size() != 2:  # it takes long
+        return
+    compile_ = functools.partial(torch.compile, backend="aot_eager")
+    for early in (False, True):
+        nets = [Net(), Net()]
+        fast = compile_(nets[0])
+        barrier = CrossBarrier(fast if early else nets[0], sgd(nets[0]))
+        wrapped = bps.DistributedOptimizer(sgd(nets[1]), nets[1].named_parameters())
+        for x, y in data(4):
+            train_one(fast, barrier, x, y)
+            train_one(nets[1], wrapped, x, y)
+        barrier.synchronize()
+        assert_equal(*nets)
+        torch._dynamo.reset()
+        net, reference = Net(), Net()
+        parallel = DistributedDataParallel(compile_(net)) if early else compile_(DistributedDataParallel(net))
+        for x, y in data(3):
+            loss_of(parallel, *part_of(x, y)).backward()
+            loss_of(reference, x, y).backward()
+        assert_same_gradients(net, reference)
+        torch._dynamo.reset()
 
 
 @scenario
