@@ -150,6 +150,8 @@ class Reducer:
     incomplete, and waits for what it has submitted. In a job of one process there are no hooks and no buckets.
     """
 
+    fineness = 1  # by how much buckets are smaller than usual
+
     def __init__(
         self,
         prefix: str,
@@ -500,7 +502,7 @@ class Reducer:
         order = np.array([slot.ready_at for slot in chosen], np.int64)
         commlib.broadcast_(order, 0, name=f"{self.prefix}order.{self._generation}")
         by_readiness = [chosen[i] for i in np.argsort(order, kind="stable")]
-        for slots in _divided(by_readiness):
+        for slots in _divided(by_readiness, BUCKET_BYTES // self.fineness):
             name = f"{self.prefix}bucket.{self._generation}"
             self._generation += 1
             # What forward needs first is what backward computes last.
@@ -583,13 +585,13 @@ def _view(flat: torch.Tensor, offset: int, param: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(param.shape, strides, offset)
 
 
-def _divided(slots: Sequence[Slot]) -> Iterable[list[Slot]]:
-    """The same in groups of one dtype and about BUCKET_BYTES, in the order in which they are complete."""
+def _divided(slots: Sequence[Slot], nbytes: int) -> Iterable[list[Slot]]:
+    """The same in groups of one dtype and about ``nbytes``, in the order in which they are complete."""
     open_groups: dict[torch.dtype, list[Slot]] = {}
     for slot in slots:
         group = open_groups.setdefault(slot.param.dtype, [])
         group.append(slot)
-        if sum(member.param.nbytes for member in group) >= BUCKET_BYTES:
+        if sum(member.param.nbytes for member in group) >= nbytes:
             yield open_groups.pop(slot.param.dtype)
     yield from open_groups.values()
 
