@@ -19,6 +19,7 @@ import commlib
 from commlib.errors import CommlibError, UnsupportedError
 from commlib.torch import ops
 from commlib.torch.agreement import agree
+from commlib.torch.optimizer import _parameters
 
 Params = Mapping[str, Any] | Iterable[tuple[str, Any]] | Iterable[torch.Tensor]
 
@@ -235,10 +236,6 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> torch.Tensor:
         kind, number = pid
         return self._found[kind][number]
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _send_state(optimizer: torch.optim.Optimizer, root_rank: int, prefix: str) -> None:

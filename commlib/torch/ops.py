@@ -32,7 +32,7 @@ from commlib.torch.compression import Compression, Compressor
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_DTYPES = {
+DTYPES = {
     torch.bool: "bool",
     torch.uint8: "uint8",
     torch.int8: "int8",
@@ -390,7 +390,7 @@ def start_broadcast(dense: torch.Tensor, root_rank: int, name: str | None, prior
 
     Nothing is computed in a broadcast, so any dtype will do: those that the core does not have travel as bytes.
     """
-    dtype, count, shape = _DTYPES.get(dense.dtype), dense.numel(), tuple(dense.shape)
+    dtype, count, shape = DTYPES.get(dense.dtype), dense.numel(), tuple(dense.shape)
     if dtype is None:
         # Behind the shape is what tells the dtype: the ranks must agree about both.
         dtype, count = "uint8", dense.nbytes
@@ -506,8 +506,8 @@ def _dtype_on_wire(packed: torch.Tensor, op: ReduceOp) -> tuple[str, str]:
     the parts.
     """
     if packed.is_complex() and op in (Average, Sum):
-        return _DTYPES[packed.dtype.to_real()], "complex"
-    dtype = _DTYPES.get(packed.dtype)
+        return DTYPES[packed.dtype.to_real()], "complex"
+    dtype = DTYPES.get(packed.dtype)
     if dtype is None:
         hint = "convert it to another dtype"
         if packed.is_complex():

@@ -9,10 +9,11 @@ called, each for itself, those of them that any rank has used.
 
 Ranks must never wait for each other with different things in hand, and what a rank will use is known to it alone. So
 
-- each bucket carries a flag a parameter: has this rank a gradient? A rank that has none after the backward pass in
-  which it had one in earlier steps (``_Bucket.due``) sends zeros there, and does not keep the others waiting.
-- a parameter for which a flag was missing is irregular from then on, on all ranks, for all have seen the flags. If its
-  gradient comes after all, in a later backward pass of the same step, it is reduced by ``synchronize()`` and added.
+- each bucket carries two flags a parameter: has this rank a gradient, and has it none? A rank that has none after the
+  backward pass in which it had one in earlier steps (``_Bucket.due``) sends zeros there, and does not keep the others
+  waiting. Whether anybody has set a flag can be told from sum and average alike, exactly, in any dtype.
+- a parameter that a rank had no gradient for is irregular from then on, on all ranks, for all have seen the flags. If
+  its gradient comes after all, in a later backward pass of the same step, ``synchronize()`` reduces and adds it.
 
 When ``backward()`` returns, what it has submitted has been waited for, so nobody sees a gradient in flight. That takes
 place in a callback of the autograd engine. Reentrant checkpointing has backward passes within backward passes, with
@@ -35,7 +36,7 @@ import commlib
 from commlib import ReduceOp, Sum
 from commlib.errors import CommlibError, OperationTimeout, UnsupportedError
 from commlib.torch import ops
-from commlib.torch.compression import Compression, Compressor
+from commlib.torch.compression import Compressor
 
 BUCKET_BYTES = 4 << 20
 _LINE_BYTES = 64  # what a gradient in a bucket is aligned to
@@ -51,7 +52,6 @@ class Slot:
 
     __slots__ = (
         "bucket",
-        "error",
         "grad",
         "index",
         "is_demoted",
@@ -96,7 +96,7 @@ class Slot:
 
 
 class _Bucket:
-    """Gradients of one dtype, one after another in the arena. In front of them is a flag for each."""
+    """Gradients of one dtype, one after another in the arena. In front of them are two flags for each."""
 
     def __init__(self, name: str, slots: Sequence[Slot], priority: int) -> None:
         self.name = name
@@ -110,13 +110,13 @@ class _Bucket:
         self.error: CommlibError | None = None
         dtype = slots[0].param.dtype
         unit = _LINE_BYTES // dtype.itemsize
-        offsets, end = [], _rounded(len(slots), unit)
+        offsets, end = [], _rounded(2 * len(slots), unit)
         for slot in slots:
             offsets.append(end)
             end += _rounded(slot.param.numel(), unit)
         memory = commlib.zeros(end * dtype.itemsize, np.uint8)
         self.flat = torch.from_numpy(memory).view(dtype)
-        self.flags = self.flat[: len(slots)]
+        self.flags = self.flat[: 2 * len(slots)].view(2, -1)  # has one, has none
         for place, (slot, offset) in enumerate(zip(slots, offsets, strict=True)):
             slot.bucket, slot.place = self, place
             slot.room = self.flat[offset : offset + slot.param.numel()]
@@ -315,11 +315,10 @@ class Reducer:
         return all(slot.passes in (0, self.passes) for slot in bucket.members())
 
     def _submit(self, bucket: _Bucket) -> None:
-        # All have 1: the sum of the flags, as the average, is then 1 for sure, in any dtype.
-        flags = []
+        has: list[bool] = []
         for slot in bucket.slots:
             has_grad = slot.bucket is bucket and self._has_grad(slot)
-            flags.append(1 / self._size if self.op == Sum and has_grad else float(has_grad))
+            has.append(has_grad)
             if has_grad:
                 self._move_in(slot)
             elif slot.bucket is bucket:
@@ -327,7 +326,7 @@ class Reducer:
                 slot.room.zero_()
                 if not slot.is_late:
                     slot.param.grad = None
-        bucket.flags.copy_(torch.tensor(flags))
+        bucket.flags.copy_(torch.tensor([has, [not one for one in has]]))
         bucket.handle = ops.submit(bucket.flat, self.op, bucket.name, bucket.priority, self._compression, inplace=True)
 
     def _has_grad(self, slot: Slot) -> bool:
@@ -345,15 +344,12 @@ class Reducer:
         bucket.handle, bucket.is_done = None, True
         if bucket.error is not None:
             return
-        # Of very many ranks, one that lacks something cannot be seen in 16 bits. Its zeros are right all the same.
-        is_exact = bucket.flat.dtype.itemsize >= 4 and self._compression is Compression.none
-        coarse = 0.0 if is_exact else 2**-7
-        for slot, flag in zip(bucket.slots, bucket.flags.tolist(), strict=True):
+        for slot, lacks in zip(bucket.slots, bucket.flags[1].tolist(), strict=True):
             if slot.bucket is not bucket:
                 continue
-            if flag < 1 - max(0.5 / self._size, coarse):
+            if lacks > 0:
                 bucket.lacking.append(slot)
-            elif slot.param.grad is None:
+            elif slot.param.grad is None:  # put away while it was in flight
                 slot.param.grad = slot.view
 
     def _finish_buckets(self) -> None:
@@ -380,12 +376,6 @@ class Reducer:
             self.flush()
             self._finish_buckets()
             lacking = {slot.index for bucket in self.buckets for slot in bucket.lacking}
-            lost = [slot.name for slot in self.slots if slot.is_late and slot.index not in lacking]
-            if lost and not any(bucket.error for bucket in self.buckets):
-                raise RuntimeError(
-                    f"the gradient of {lost[0]!r} came after its bucket had been reduced, and among so many ranks in "
-                    "16 bits that was not seen; use DistributedOptimizer without compression"
-                )
             if any(slot.bucket is None or slot.index in lacking for slot in self.slots):
                 self._used = self._ask_who_used(lacking)
         errors = [bucket.error for bucket in self.buckets if bucket.error is not None] + self._reduce_irregular()
@@ -441,7 +431,7 @@ class Reducer:
                 grad = torch.zeros_like(slot.param) if grad is None else grad.clone()
                 self._extras[slot.index] = grad
             self._pending[slot.index] = ops.submit(
-                grad, self.op, slot.name, slot.index - len(self.slots), self._compression, inplace=True
+                grad, self.op, slot.name, -slot.index, self._compression, inplace=True
             )
 
     def _find_touched(self) -> str | None:
@@ -465,7 +455,7 @@ class Reducer:
             slot.is_demoted = slot.is_demoted or slot.fits()
             if extra is not None and slot.fits():
                 slot.view.add_(extra)
-            elif extra is not None or bucket.flags[slot.place].item() == 0:
+            elif extra is not None or bucket.flags[0, slot.place].item() == 0:
                 slot.view = extra
             slot.param.grad = None if slot.view is None else slot.view.clone()
             slot.bucket = slot.view = slot.room = None
@@ -500,7 +490,7 @@ class Reducer:
         if not chosen:
             return
         order = np.array([slot.ready_at for slot in chosen], np.int64)
-        commlib.broadcast_(order, 0, name=f"{self.prefix}order.{self._generation}")
+        commlib.broadcast_(order, 0, name=f"{self.prefix}order")
         by_readiness = [chosen[i] for i in np.argsort(order, kind="stable")]
         for slots in _divided(by_readiness, BUCKET_BYTES // self.fineness):
             name = f"{self.prefix}bucket.{self._generation}"

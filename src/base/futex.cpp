@@ -15,8 +15,7 @@
 
 #include <ctime>
 
-#include "base/clock.hpp"
-#include "base/simd.hpp"
+#include "base/spin.hpp"
 
 namespace commlib {
 
@@ -41,15 +40,7 @@ std::uint32_t Doorbell::ticket() const noexcept {
 
 bool Doorbell::wait(std::uint32_t ticket, int timeout_ms, int spin_us) noexcept {
   if (rings.load(std::memory_order_acquire) != ticket) return true;
-  if (spin_us > 0) {
-    const std::int64_t until = now_ns() + std::int64_t{1000} * spin_us;
-    do {
-      for (int i = 0; i < 16; ++i) {  // reading the clock costs about as much as this
-        cpu_relax();
-        if (rings.load(std::memory_order_acquire) != ticket) return true;
-      }
-    } while (now_ns() < until);
-  }
+  if (spin_until(spin_us, [&] { return rings.load(std::memory_order_acquire) != ticket; })) return true;
   if (timeout_ms == 0) return false;
   sleepers.fetch_add(1, std::memory_order_seq_cst);
   if (rings.load(std::memory_order_seq_cst) == ticket) futex_wait(rings, ticket, timeout_ms);

@@ -9,7 +9,7 @@
 
 #include "base/clock.hpp"
 #include "base/cpu.hpp"
-#include "base/simd.hpp"
+#include "base/spin.hpp"
 #include "commlib/commlib.hpp"
 #include "commlib/fork_guard.hpp"
 #include "commlib/network_loop.hpp"
@@ -475,16 +475,7 @@ int Worker::State::spinning_us() noexcept {
 // The others are often no more than some microseconds behind. Who looks at what they write themselves is told soonest, and
 // costs them nothing.
 bool Worker::State::spin_until_met(const PartTask& task) noexcept {
-  const int limit_us = spinning_us();
-  if (limit_us == 0) return false;
-  const std::int64_t until = now_ns() + std::int64_t{1000} * limit_us;
-  do {
-    for (int i = 0; i < 16; ++i) {  // reading the clock costs about as much as this
-      cpu_relax();
-      if (task.row.all_arrived(task.operation->round)) return true;
-    }
-  } while (now_ns() < until);
-  return false;
+  return spin_until(spinning_us(), [&] { return task.row.all_arrived(task.operation->round); });
 }
 
 bool Worker::State::drive(Operation& operation, int timeout_ms) noexcept {

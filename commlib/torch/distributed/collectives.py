@@ -18,7 +18,7 @@ from commlib import ReduceOp
 from commlib.errors import MismatchError, UnsupportedError
 from commlib.torch.distributed.lane import REDUCTIONS, Lane
 from commlib.torch.distributed.work import Interim, Plan
-from commlib.torch.ops import check
+from commlib.torch.ops import bytes_of, check, dense_of
 
 SMALL_BYTES = 32 << 10  # of all ranks together; so little is gathered by one sum
 
@@ -34,7 +34,7 @@ BITWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without its history, itself if its elements lie in order without gaps, else a copy that does."""
     check(tensor)
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return dense_of(tensor.detach())
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -47,11 +47,6 @@ def room(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if _is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
-def octets(contiguous: torch.Tensor) -> torch.Tensor:
-    """Its memory, as bytes."""
-    return contiguous.view(-1).view(torch.uint8)
-
-
 def write_back(tensor: torch.Tensor, result: torch.Tensor) -> None:
     """Bring a result to where the tensor is, unless it is there."""
     if tensor.data_ptr() != result.data_ptr() or not _is_plain(tensor):
@@ -60,7 +55,7 @@ def write_back(tensor: torch.Tensor, result: torch.Tensor) -> None:
 
 def packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The bytes of all of them, one after another: the memory itself where there is one contiguous tensor."""
-    parts = [octets(dense(tensor)) for tensor in tensors]
+    parts = [bytes_of(dense(tensor)) for tensor in tensors]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -69,17 +64,17 @@ def unpack(data: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     for tensor, part in zip(tensors, data.split([tensor.nbytes for tensor in tensors]), strict=True):
         if _is_plain(tensor):
             if tensor.data_ptr() != part.data_ptr():
-                octets(tensor.detach()).copy_(part)
+                bytes_of(tensor.detach()).copy_(part)
         else:
             landed = room(tensor)
-            octets(landed).copy_(part)
+            bytes_of(landed).copy_(part)
             tensor.detach().copy_(landed)
 
 
 def _landing(tensors: Sequence[torch.Tensor] | None, count: int) -> torch.Tensor:
     """Where the bytes of these tensors can be received."""
     if tensors is not None and len(tensors) == 1 and _is_plain(tensors[0]):
-        return octets(tensors[0].detach())
+        return bytes_of(tensors[0].detach())
     return torch.empty(count, dtype=torch.uint8)
 
 
@@ -177,7 +172,7 @@ def reduce_scatter_rows(lane: Lane, outputs: Sequence[torch.Tensor], inputs: Seq
 def broadcast(lane: Lane, tensor: torch.Tensor, root: int) -> Plan:
     """The root's tensor into that of all others. Also a message, between two."""
     data = dense(tensor)
-    yield [lane.broadcast(octets(data), root)]
+    yield [lane.broadcast(bytes_of(data), root)]
     if lane.rank != root:
         write_back(tensor, data)
 

@@ -20,6 +20,7 @@ import commlib
 from commlib import ReduceOp
 from commlib.errors import CommlibError, MismatchError, UnsupportedError
 from commlib.torch.distributed.channel import Channel
+from commlib.torch.ops import DTYPES
 
 __all__ = ["NUMBER_OF_OP", "REDUCTIONS", "Lane", "described", "operation_name"]
 
@@ -47,11 +48,6 @@ BITWISE_NAMES = ("BAND", "BOR", "BXOR")
 NUMBER_OF_OP = {name: number for number, name in enumerate((*REDUCTIONS, *BITWISE_NAMES))}
 OP_OF_NUMBER = {number: name for name, number in NUMBER_OF_OP.items()}
 ROOTED = ("broadcast", "gather", "scatter")
-
-_CORE_DTYPES = {
-    getattr(torch, name): name
-    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
-}
 
 
 def _code(dtype: torch.dtype) -> int:
@@ -92,7 +88,7 @@ class Lane:
         self, source: torch.Tensor, target: torch.Tensor, op: ReduceOp, part: int | None = None
     ) -> commlib.Handle:
         """Combine `source` over all ranks into `target`, both contiguous, which may be the same."""
-        dtype = _CORE_DTYPES.get(source.dtype)
+        dtype = DTYPES.get(source.dtype)
         if dtype is None:
             raise UnsupportedError(f"a tensor of {source.dtype} cannot be reduced; convert it to another dtype first")
         worker = self.channel.session.worker

@@ -213,11 +213,12 @@ class Work(dist.Work):
 
     def _drive_previous(self, begun: threading.Event, deadline: float) -> None:
         previous = self._after
+        what = "not all ranks of the group have connected in time"
         if previous is not None:
             previous.drive(deadline)
-            begun.wait(SLICE_S)  # the thread that has noticed its end is about to let this one begin
-        elif not begun.wait(min(SLICE_S, max(0.0, deadline - time.monotonic()))) and time.monotonic() >= deadline:
-            raise self._explain(OperationTimeout("not all ranks of the group have connected in time"))
+            what = "the operation could not begin in time"  # whoever has noticed that end is about to let it
+        if not begun.wait(min(SLICE_S, max(0.0, deadline - time.monotonic()))) and time.monotonic() >= deadline:
+            raise self._explain(OperationTimeout(what))
 
     def _step(self) -> None:
         """One stage has ended, or none has begun: on to the next. Called with the lock held."""
