@@ -7,10 +7,12 @@ module lists as WORKERS, and each test looks at what one of them has returned.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+import commlib
 from tests.launch import JobError, run_job
 
 
@@ -39,6 +41,23 @@ def _job(module: str, size: int) -> list[Any] | JobError:
         return run_job(script, hosts=[size], timeout=100)
     except JobError as error:
         return error
+
+
+def outcomes(scenarios: Mapping[str, Callable[[], None]]) -> dict[str, str]:
+    """Run scenarios on this rank; "passed", or the traceback, of each.
+
+    One that fails does so on all ranks or leaves the others waiting, so it ends the run.
+    """
+    results: dict[str, str] = {}
+    for name, function in scenarios.items():
+        try:
+            function()
+            results[name] = "passed"
+        except Exception:
+            results[name] = traceback.format_exc()
+            if commlib.size() > 1:
+                commlib.barrier(timeout=10)
+    return results
 
 
 def message_of(call: Callable[[], Any]) -> tuple[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import math
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ import commlib.torch as bps
 from commlib.torch.amp import GradScaler
 from commlib.torch.cross_barrier import CrossBarrier
 from commlib.torch.parallel import DistributedDataParallel
-from tests.torch import message_of, results_of
+from tests.torch import message_of, outcomes, results_of
 from tests.torch.test_parallel import Net, assert_same_weights, data, loss_of, part_of, sgd
 
 SCENARIOS: dict[str, Callable[[], None]] = {}
@@ -161,17 +160,7 @@ def cross_barrier_is_refused() -> None:
 
 
 def run_scenarios() -> dict[str, str]:
-    """Run all; one that fails does so on all ranks or leaves the others waiting, so it ends the run."""
-    results: dict[str, str] = {}
-    for name, function in SCENARIOS.items():
-        try:
-            function()
-            results[name] = "passed"
-        except Exception:
-            results[name] = traceback.format_exc()
-            if bps.size() > 1:
-                bps.barrier(timeout=10)
-    return results
+    return outcomes(SCENARIOS)
 
 
 WORKERS = [run_scenarios]

@@ -8,7 +8,6 @@ import functools
 import gc
 import io
 import pickle
-import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ import commlib.torch as bps
 from commlib.torch import ops, reducer
 from commlib.torch.cross_barrier import _SEPARABLE, CrossBarrier
 from commlib.torch.parallel import DistributedDataParallel
-from tests.torch import message_of, results_of
+from tests.torch import message_of, outcomes, results_of
 from tests.torch.test_optimizer import counted
 from tests.torch.test_parallel import Net, assert_same_gradients, assert_same_weights, data, loss_of, part_of
 from tests.torch.test_training import OPTIMIZERS, STEPS, Lion, batches, network, weights
@@ -659,17 +658,7 @@ def nothing_is_leaked() -> None:
 
 
 def run_scenarios() -> dict[str, str]:
-    """Run all; one that fails does so on all ranks or leaves the others waiting, so it ends the run."""
-    results: dict[str, str] = {}
-    for name, function in SCENARIOS.items():
-        try:
-            function()
-            results[name] = "passed"
-        except Exception:
-            results[name] = traceback.format_exc()
-            if bps.size() > 1:
-                bps.barrier(timeout=10)
-    return results
+    return outcomes(SCENARIOS)
 
 
 WORKERS = [run_scenarios]

@@ -8,7 +8,6 @@ import copy
 import gc
 import math
 import pickle
-import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ import torch
 
 import commlib.torch as bps
 from tests.launch import run_job
-from tests.torch import message_of, results_of
+from tests.torch import message_of, outcomes, results_of
 
 SIZES = [1, 2, 4]
 STEPS = 20
@@ -102,6 +101,16 @@ def pair(make: Callable[[Any], Any], **options: Any) -> tuple[Any, Any, Any, Any
     return net, optimizer, reference, make(reference)
 
 
+def step_both(net: Any, optimizer: Any, reference: Any, plain: Any, x: Any, y: Any) -> None:
+    """One step of each, on this rank's part of a batch and on the whole of it."""
+    optimizer.zero_grad()
+    loss_of(net, *mine(x, y)).backward()
+    optimizer.step()
+    plain.zero_grad()
+    loss_of(reference, x, y).backward()
+    plain.step()
+
+
 def counted(call: Callable[[], Any]) -> int:
     """How many gradients were submitted during `call`."""
     from commlib.torch import ops
@@ -134,12 +143,7 @@ def scenario(function: Callable[[], None]) -> Callable[[], None]:
 def train(make: Callable[[Any], Any], **options: Any) -> float:
     net, optimizer, reference, plain = pair(make, **options)
     for x, y in batches():
-        optimizer.zero_grad()
-        loss_of(net, *mine(x, y)).backward()
-        optimizer.step()
-        plain.zero_grad()
-        loss_of(reference, x, y).backward()
-        plain.step()
+        step_both(net, optimizer, reference, plain, x, y)
     flat = torch.cat([param.detach().flatten() for param in net.parameters()])
     assert torch.equal(flat, bps.broadcast(flat, 0)), "ranks differ"
     return difference(net, reference)
@@ -184,12 +188,7 @@ def accumulates() -> None:
         plain.step()
     optimizer.set_backward_passes_per_step(1)
     for x, y in batches(3):
-        optimizer.zero_grad()
-        loss_of(net, *mine(x, y)).backward()
-        optimizer.step()
-        plain.zero_grad()
-        loss_of(reference, x, y).backward()
-        plain.step()
+        step_both(net, optimizer, reference, plain, x, y)
     assert difference(net, reference) < 1e-5
 
 
@@ -419,12 +418,7 @@ def frozen_and_thawed() -> None:
         for each in (net, reference):
             each.first.requires_grad_(step >= 2)
             each.last.requires_grad_(step != 4)
-        optimizer.zero_grad()
-        loss_of(net, *mine(x, y)).backward()
-        optimizer.step()
-        plain.zero_grad()
-        loss_of(reference, x, y).backward()
-        plain.step()
+        step_both(net, optimizer, reference, plain, x, y)
     assert difference(net, reference) < 1e-5
     assert not torch.equal(net.first.weight, Net().first.weight)
 
@@ -438,12 +432,7 @@ def added_groups() -> None:
         if step == 2:
             optimizer.add_param_group({"params": list(net.last.parameters()), "lr": 0.01})
             plain.add_param_group({"params": list(reference.last.parameters()), "lr": 0.01})
-        optimizer.zero_grad()
-        loss_of(net, *mine(x, y)).backward()
-        optimizer.step()
-        plain.zero_grad()
-        loss_of(reference, x, y).backward()
-        plain.step()
+        step_both(net, optimizer, reference, plain, x, y)
     assert difference(net, reference) < 1e-5
     assert not torch.equal(net.last.weight, Net().last.weight)
 
@@ -484,12 +473,7 @@ def tied_weights() -> None:
     names = net.named_parameters(remove_duplicate=False)
     optimizer, plain = bps.DistributedOptimizer(sgd(net), names), sgd(reference)
     for x, y in batches(4):
-        optimizer.zero_grad()
-        loss_of(net, *mine(x, y)).backward()
-        optimizer.step()
-        plain.zero_grad()
-        loss_of(reference, x, y).backward()
-        plain.step()
+        step_both(net, optimizer, reference, plain, x, y)
     assert difference(net, reference) < 1e-5
 
 
@@ -523,12 +507,7 @@ def half_precision_parameters() -> None:
     optimizer, plain = bps.DistributedOptimizer(sgd(net)), sgd(reference)
     for x, y in batches(5):
         x, y = x.bfloat16(), y.bfloat16()
-        optimizer.zero_grad()
-        loss_of(net, *mine(x, y)).backward()
-        optimizer.step()
-        plain.zero_grad()
-        loss_of(reference, x, y).backward()
-        plain.step()
+        step_both(net, optimizer, reference, plain, x, y)
     assert difference(net, reference) < 0.05
 
 
@@ -616,12 +595,7 @@ def touched_too_early() -> None:
         ):
             net, optimizer, reference, plain = pair(sgd)
             for x, y in batches(steps):
-                optimizer.zero_grad()
-                loss_of(net, *mine(x, y)).backward()
-                optimizer.step()
-                plain.zero_grad()
-                loss_of(reference, x, y).backward()
-                plain.step()
+                step_both(net, optimizer, reference, plain, x, y)
             optimizer.zero_grad()
             error, said = message_of(call)
             is_wrong = bps.size() > 1 and (steps == 0 or call in (one_backward_too_many, skipped))
@@ -646,12 +620,7 @@ def touched_too_early() -> None:
             plain.step()
             assert difference(net, reference) < 1e-5
             for x, y in batches(3):
-                optimizer.zero_grad()
-                loss_of(net, *mine(x, y)).backward()
-                optimizer.step()
-                plain.zero_grad()
-                loss_of(reference, x, y).backward()
-                plain.step()
+                step_both(net, optimizer, reference, plain, x, y)
             assert difference(net, reference) < 1e-5
 
     optimizer.unwrap()
@@ -753,12 +722,7 @@ def another_dtype_later() -> None:
             dtype = (torch.float32, torch.float64, torch.float32)[step // 3]
             net.to(dtype), reference.to(dtype)
         x, y = x.to(dtype), y.to(dtype)
-        optimizer.zero_grad()
-        loss_of(net, *mine(x, y)).backward()
-        optimizer.step()
-        plain.zero_grad()
-        loss_of(reference, x, y).backward()
-        plain.step()
+        step_both(net, optimizer, reference, plain, x, y)
         assert all(param.grad is None or param.grad.dtype is dtype for param in net.parameters())
     assert difference(net, reference) < 1e-5
 
@@ -925,17 +889,7 @@ def alone_there_is_nothing_to_do() -> None:
 
 
 def run_scenarios() -> dict[str, str]:
-    """Run all scenarios; one that fails does so on all ranks or leaves the others waiting, so it ends the run."""
-    results: dict[str, str] = {}
-    for name, function in SCENARIOS.items():
-        try:
-            function()
-            results[name] = "passed"
-        except Exception:
-            results[name] = traceback.format_exc()
-            if bps.size() > 1:
-                bps.barrier(timeout=10)
-    return results
+    return outcomes(SCENARIOS)
 
 
 def time_out() -> bool:

@@ -9,7 +9,6 @@ import functools
 import gc
 import io
 import pickle
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +25,7 @@ import commlib.torch as bps
 from commlib.torch import ops, reducer
 from commlib.torch.parallel import DistributedDataParallel
 from tests.launch import run_job
-from tests.torch import message_of, results_of
+from tests.torch import message_of, outcomes, results_of
 from tests.torch.test_optimizer import counted
 from tests.torch.test_training import BATCH, OPTIMIZERS, STEPS, batches, network, weights
 
@@ -682,17 +681,7 @@ def nothing_is_leaked() -> None:
 
 
 def run_scenarios() -> dict[str, str]:
-    """Run all; one that fails does so on all ranks or leaves the others waiting, so it ends the run."""
-    results: dict[str, str] = {}
-    for name, function in SCENARIOS.items():
-        try:
-            function()
-            results[name] = "passed"
-        except Exception:
-            results[name] = traceback.format_exc()
-            if bps.size() > 1:
-                bps.barrier(timeout=10)
-    return results
+    return outcomes(SCENARIOS)
 
 
 WORKERS = [run_scenarios]
