@@ -76,6 +76,7 @@ def test_steps_end_the_training() -> None:
     assert float(said["test accuracy"]) < 1
 
 
+@pytest.mark.soak
 def test_accumulation_learns_the_same_in_any_number_of_passes_on_any_number_of_ranks(tmp_path: Path) -> None:
     # Batches of 100 in passes of 34, 34 and 32; the last of an epoch has 40 samples, in two passes instead of three.
     torch = pytest.importorskip("torch")

@@ -30,7 +30,6 @@ from tests.torch.test_optimizer import counted
 from tests.torch.test_parallel import Net, assert_same_gradients, assert_same_weights, data, loss_of, part_of
 from tests.torch.test_training import OPTIMIZERS, STEPS, Lion, batches, network, weights
 
-SIZES = [1, 2, 4]
 SCENARIOS: dict[str, Callable[[], None]] = {}
 
 
@@ -664,7 +663,7 @@ def run_scenarios() -> dict[str, str]:
 WORKERS = [run_scenarios]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario(name: str, size: int) -> None:
     for results in results_of(run_scenarios, size):

@@ -29,7 +29,6 @@ from tests.torch import message_of, outcomes, results_of
 from tests.torch.test_optimizer import counted
 from tests.torch.test_training import BATCH, OPTIMIZERS, STEPS, batches, network, weights
 
-SIZES = [1, 2, 4]
 SCENARIOS: dict[str, Callable[[], None]] = {}
 
 
@@ -687,7 +686,7 @@ def run_scenarios() -> dict[str, str]:
 WORKERS = [run_scenarios]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario(name: str, size: int) -> None:
     for results in results_of(run_scenarios, size):
