@@ -52,7 +52,7 @@ cdef int kCpuDevice = 1
 
 DTYPE_NAMES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 OP_NAMES = ("average", "sum", "min", "max", "product")
-COLLECTIVE_NAMES = ("push_pull", "broadcast", "barrier")
+COLLECTIVE_NAMES = ("push_pull", "broadcast", "barrier", "accumulate")
 cdef dict DTYPE_NUMBERS = {name: number for number, name in enumerate(DTYPE_NAMES)}
 cdef int[10] ITEM_BYTES = [1, 1, 1, 2, 4, 8, 2, 2, 4, 8]
 cdef int kUint8 = 1
@@ -62,6 +62,7 @@ cdef int kSum = 1
 cdef int kReduce = 0
 cdef int kBroadcast = 1
 cdef int kBarrier = 2
+cdef int kAccumulate = 3  # has no unnamed ones
 cdef int kUnnamed = 1024
 cdef uint64_t kMaxBytes = <uint64_t>1 << 47
 cdef uint64_t kBriefBytes = 16384
@@ -560,6 +561,13 @@ cdef class Worker:
 
     def barrier(self, timeout):
         self.carry_out(Buffer.at(0, 0, kUint8, None), None, None, kBarrier, kSum, 0, 0, timeout)
+
+    def accumulate(self, tensor, str name not None, int priority):
+        """Check, submit, in place, and return the Handle."""
+        cdef Buffer buffer = Buffer.of(tensor, True)
+        if DTYPE_NAMES[buffer.dtype] not in ("float32", "float64"):
+            raise errors.UnsupportedError(f"only float32 and float64 are accumulated, not {DTYPE_NAMES[buffer.dtype]}")
+        return self.begin(buffer, tensor, name, kAccumulate, kSum, 0, priority, "")
 
     cdef int check_root(self, int root) except -1:
         if not 0 <= root < self.size:

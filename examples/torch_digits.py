@@ -96,6 +96,10 @@ def main() -> None:
             print(f"epoch {epoch + 1:3}: loss {losses[-1]:.4f}", flush=True)
     elapsed = time.perf_counter() - started
 
+    # Only with COMMLIB_ASYNC=1 have some hosts steps to add that others have not seen yet.
+    bps.barrier()
+    optimizer.pull()
+
     model.eval()
     with torch.no_grad():
         accuracy = (model(x[test]).argmax(dim=1) == y[test]).float().mean().item()

@@ -13,7 +13,7 @@ from commlib import Max
 from commlib.errors import UnsupportedError
 from commlib.torch.cross_barrier import _CrossBarrier
 from commlib.torch.ops import push_pull_inplace
-from commlib.torch.optimizer import _DistributedOptimizer
+from commlib.torch.optimizer import _AsynchronousOptimizer, _DistributedOptimizer
 
 # Told apart by the order in which the program makes them, which is the same on all ranks.
 _instances = itertools.count()
@@ -26,6 +26,8 @@ class GradScaler(torch.amp.GradScaler):
     are reduced, and finds an infinity or NaN on all ranks if there is one on any. So all ranks skip the same steps and
     have the same scale. Both block, and have to be called on all ranks in the same order. ``device`` is "cpu" unless
     said otherwise; all arguments are those of torch's.
+
+    In asynchronous training each rank decides for itself.
 
     (torch's own works as well, with ``optimizer.synchronize()`` before ``unscale_()`` or ``step()``.)
 
@@ -55,7 +57,7 @@ class GradScaler(torch.amp.GradScaler):
         if isinstance(optimizer, _DistributedOptimizer):
             optimizer.synchronize()
         found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        if commlib.size() > 1:
+        if commlib.size() > 1 and not isinstance(optimizer, _AsynchronousOptimizer):
             # A rank without any gradient takes part as well.
             anywhere = torch.tensor(max((float(value) for value in found.values()), default=0.0))
             push_pull_inplace(anywhere, name=self._name, op=Max)

@@ -32,6 +32,7 @@ from commlib import Average, ReduceOp
 from commlib.errors import CommlibError, UnsupportedError
 from commlib.torch import ops
 from commlib.torch.compression import Compression, Compressor
+from commlib.torch.deltas import refuse_asynchronous
 from commlib.torch.optimizer import _check, _DistributedOptimizer, _instances, _named, _positive, _wrapped
 from commlib.torch.reducer import Reducer, Slot, _Bucket, _remove_all
 
@@ -361,6 +362,7 @@ def CrossBarrier(  # noqa: N802 - the name scripts use
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     _check(optimizer, compression, op)
+    refuse_asynchronous("CrossBarrier")
     if isinstance(optimizer, _CrossBarrier):
         raise ValueError("the optimizer is a CrossBarrier already")
     original = optimizer._original if isinstance(optimizer, _DistributedOptimizer) else optimizer

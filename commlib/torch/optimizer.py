@@ -14,6 +14,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import itertools
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -23,10 +24,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+import commlib
 from commlib import Average, ReduceOp, Sum
+from commlib.api import session
 from commlib.torch import ops
 from commlib.torch.compression import Compression, Compressor
+from commlib.torch.deltas import Deltas, is_asynchronous
 from commlib.torch.reducer import Reducer
+
+log = logging.getLogger("commlib")
 
 # Optimizers are told apart by the order in which the program makes them, which is the same on all ranks.
 _instances = itertools.count()
@@ -91,6 +97,13 @@ class _DistributedOptimizer(Optimizer):
         """Change over how many backward passes gradients are summed before they are reduced."""
         self._reducer.set_passes(_positive(passes))
 
+    def pull(self) -> None:
+        """In asynchronous training, block until the parameters are those that all hosts have by now; else do nothing.
+
+        The ranks of a host have to call it together. After a ``barrier()`` it gives all ranks the same parameters, bit
+        by bit.
+        """
+
     def unwrap(self) -> Optimizer:
         """Stop reducing and return the wrapped optimizer, which has all state. This wrapper must not be used again."""
         self._reducer.remove()
@@ -120,6 +133,43 @@ class _DistributedOptimizer(Optimizer):
         return ops.push_pull(torch.as_tensor(loss).detach(), name=name, op=self._reducer.op)
 
 
+class _AsynchronousOptimizer(_DistributedOptimizer):
+    """The same with ``COMMLIB_ASYNC=1``: gradients stay as they are, and what a step changes is added everywhere."""
+
+    __slots__ = ()
+
+    _reducer: Deltas  # type: ignore[assignment]
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Take a step of the wrapped optimizer, add it to those of the other hosts, and take over theirs."""
+        self._reducer.begin_step()
+        result = super(_DistributedOptimizer, self).step(*args, **kwargs)
+        self._reducer.end_step()
+        return result
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def synchronize(self) -> None:
+        """Do nothing: each rank uses its own gradients, as they are."""
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Change nothing: gradients are not reduced anyway."""
+        yield
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Reset gradients as the wrapped optimizer does."""
+        super(_DistributedOptimizer, self).zero_grad(*args, **kwargs)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change nothing: a step may come after any number of backward passes."""
+        _positive(passes)
+
+    def pull(self) -> None:
+        self._reducer.begin_step()
+        self._reducer.end_step()
+
+
 def DistributedOptimizer(  # noqa: N802 - the name scripts use
     optimizer: Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
@@ -141,7 +191,12 @@ def DistributedOptimizer(  # noqa: N802 - the name scripts use
     The result is an instance of ``type(optimizer)`` and shares all state with ``optimizer``, so learning-rate
     schedulers, ``state_dict()`` and ``load_state_dict()`` work with either, in any order; pickling or copying it gives
     the plain optimizer. It has the further methods ``synchronize()``, ``skip_synchronize()``,
-    ``set_backward_passes_per_step(n)`` and ``unwrap()``.
+    ``set_backward_passes_per_step(n)``, ``pull()`` and ``unwrap()``.
+
+    With ``COMMLIB_ASYNC=1`` in a job on several hosts no gradient is reduced. Each rank takes its steps on its own; what
+    they change, averaged (``op=Average``) or summed (``op=Sum``) over the ranks of a host, is added to the parameters of
+    all hosts, none of which waits for another (Downpour SGD: Dean et al., "Large Scale Distributed Deep Networks", 2012).
+    The first ``step()`` waits for all ranks and begins with the parameters of rank 0. See docs/torch.md.
 
     Raises ``NotInitializedError`` before ``commlib.init()``; ``ValueError`` for duplicate or missing names, or another
     ``op``; ``UnsupportedError`` for parameters that are not in CPU memory.
@@ -151,6 +206,10 @@ def DistributedOptimizer(  # noqa: N802 - the name scripts use
         raise ValueError("the optimizer is a DistributedOptimizer already")
     named = _named(optimizer, named_parameters)
     prefix = f"DistributedOptimizer.{next(_instances)}."
+    if is_asynchronous():
+        return _wrapped(optimizer, _AsynchronousOptimizer, Deltas(prefix, named, op))  # type: ignore[no-any-return]
+    if session().parameters.asynchronous and commlib.size() > 1:
+        log.warning("COMMLIB_ASYNC does nothing here: all ranks are on one host, and those take their steps together")
     reducer = Reducer(prefix, named, compression, _positive(backward_passes_per_step), op, sparse_as_dense)
     return _wrapped(optimizer, _DistributedOptimizer, reducer)
 
@@ -164,7 +223,7 @@ def _check(optimizer: Optimizer, compression: Compressor, op: ReduceOp) -> None:
         raise TypeError(f"compression is {compression!r}; expected one as Compression.fp16")
 
 
-def _wrapped(optimizer: Optimizer, front: type[_DistributedOptimizer], reducer: Reducer) -> Any:
+def _wrapped(optimizer: Optimizer, front: type[_DistributedOptimizer], reducer: Reducer | Deltas) -> Any:
     """An optimizer with the methods of ``front`` in front of those of its class."""
     base = type(optimizer)
     derived = type(base.__name__, (front, base), {"__module__": base.__module__})

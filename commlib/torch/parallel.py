@@ -27,6 +27,7 @@ from commlib import Average
 from commlib.errors import CommlibError, OperationTimeout
 from commlib.torch import ops
 from commlib.torch.compression import Compression, Compressor
+from commlib.torch.deltas import refuse_asynchronous
 from commlib.torch.functions import broadcast_parameters
 from commlib.torch.reducer import Reducer, Slot
 
@@ -198,6 +199,7 @@ class DistributedDataParallel(torch.nn.Module):
             raise TypeError(f"expected a torch.nn.Module, got {type(module).__name__}")
         if device_ids:
             raise ValueError(f"device_ids is {device_ids!r}, but parameters must be in CPU memory: leave it out")
+        refuse_asynchronous("DistributedDataParallel")
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         named = list(module.named_parameters())

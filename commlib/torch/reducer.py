@@ -47,6 +47,29 @@ _REPEATED = 1 << 16  # more than there are ranks, and told of by all of them in 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+def claim(named: Iterable[tuple[str, torch.Tensor]], owner: Any) -> list[torch.Tensor]:
+    """Note who reduces these parameters, and return them; ``ValueError`` for one that another, living, reduces."""
+    named = list(named)
+    for name, param in named:
+        known = _owners.get(param)
+        if known is not None and known() is not None and known() is not owner:
+            raise ValueError(
+                f"{name!r} is a parameter of another DistributedOptimizer or DistributedDataParallel, which "
+                "reduces its gradient: unwrap that one first"
+            )
+    for _, param in named:
+        _owners[param] = weakref.ref(owner)
+    return [param for _, param in named]
+
+
+def disown(params: Iterable[torch.Tensor], owner: Any) -> None:
+    """Take back what ``claim`` has noted for ``owner``."""
+    for param in params:
+        known = _owners.get(param)
+        if known is not None and known() is owner:
+            del _owners[param]
+
+
 class Slot:
     """One parameter, and what is known of its gradient in this step."""
 
@@ -190,20 +213,14 @@ class Reducer:
     def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Watch further parameters. Raises ``ValueError`` for one that a living reducer watches already."""
         named = list(named)
-        for name, param in named:
-            owner = _owners.get(param)
-            if owner is not None and owner() is not None and owner() is not self:
-                raise ValueError(
-                    f"{name!r} is a parameter of another DistributedOptimizer or DistributedDataParallel, which "
-                    "reduces its gradient: unwrap that one first"
-                )
+        for _, param in named:
             if self.is_active:
                 ops.check(param)
+        claim(named, self)
         known = len(self.slots)
         for name, param in named:
             slot = Slot(len(self.slots), self.prefix + name, param)
             self.slots.append(slot)
-            _owners[param] = weakref.ref(self)
             if self.is_active:
                 self._hooks.append(_register(param, _ready_hook(self, slot.index)))
         if self.is_active:
@@ -216,10 +233,7 @@ class Reducer:
             for slot in bucket.members():
                 _move_out(slot)
         _remove_all(self._hooks)
-        for slot in self.slots:
-            owner = _owners.get(slot.param)
-            if owner is not None and owner() is self:
-                del _owners[slot.param]
+        disown((slot.param for slot in self.slots), self)
 
     def set_passes(self, passes: int) -> None:
         """Change how many passes make a gradient complete. When buckets are due has to be learned anew."""

@@ -22,8 +22,13 @@ enum class FrameKind : std::uint8_t {
   kLeft = 10,   // host → everybody: one of my ranks (`member`) has left, I announce nothing more
 };
 
-// Which collective a READY announces.
-enum class Collective : std::uint8_t { kReduce = 0, kBroadcast = 1, kBarrier = 2 };
+// Which collective a READY announces. kAccumulate is one only for the ranks of a host; see server/engine.hpp.
+enum class Collective : std::uint8_t { kReduce = 0, kBroadcast = 1, kBarrier = 2, kAccumulate = 3 };
+
+// Do the ranks of a host put something in that is added?
+[[nodiscard]] constexpr bool is_sum(Collective collective) noexcept {
+  return collective == Collective::kReduce || collective == Collective::kAccumulate;
+}
 
 struct Frame {
   static constexpr std::uint16_t kMagic = 0xC011;
@@ -39,11 +44,12 @@ struct Frame {
   std::uint64_t count = 0;          // READY, EAGER: elements in the partition. PUSH, RESULT: elements in this frame
   std::uint8_t dtype = 0;           // READY, EAGER: DType
   std::uint8_t op = 0;              // READY, EAGER: ReduceOp
-  Collective collective{};          // READY, EAGER
+  Collective collective{};          // READY, EAGER, PUSH
   std::uint8_t code = 0;            // FAIL: Errc. ABORT: cause
   std::int32_t priority = 0;        // READY, EAGER
-  std::uint32_t member = 0;  // broadcast: node of the root. ABORT, FAIL: who (global rank, or kServerBit | index)
-  std::uint32_t whole = 0;   // READY, EAGER: 1 if the whole tensor goes to the owner of its first byte
+  // Broadcast: node of the root; accumulate: the sender's. ABORT, FAIL: who (global rank, or kServerBit | index).
+  std::uint32_t member = 0;
+  std::uint32_t whole = 0;  // READY, EAGER: 1 if the whole tensor goes to the owner of its first byte
 };
 static_assert(sizeof(Frame) == 64 && std::is_trivially_copyable_v<Frame>);
 

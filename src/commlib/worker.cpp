@@ -247,7 +247,7 @@ Row::Arrival Worker::State::place(PartTask& task, Driver driver) {
                        .copied = !context.several_hosts,
                        .keeps = false,
                        .caller = operation.caller_slot};
-  const bool puts_in = operation.collective == Collective::kReduce ||
+  const bool puts_in = is_sum(operation.collective) ||
                        (operation.collective == Collective::kBroadcast && operation.root == options.rank);
   if (context.is_small(operation)) {
     CopyHead* const head = copy_of(context, task, options.local_rank);

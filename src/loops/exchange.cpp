@@ -154,7 +154,8 @@ Frame Exchange::announcement(const Part& part, FrameKind kind, bool agree) const
   frame.op = static_cast<std::uint8_t>(operation.op);
   frame.collective = operation.collective;
   frame.priority = operation.priority;
-  frame.member = operation.collective == Collective::kBroadcast ? options_.node_of_rank[operation.root] : 0;
+  if (operation.collective == Collective::kBroadcast) frame.member = options_.node_of_rank[operation.root];
+  if (operation.collective == Collective::kAccumulate) frame.member = options_.self;
   frame.whole = operation.bytes() <= kGranuleBytes ? 1 : 0;
   return frame;
 }
@@ -233,6 +234,7 @@ void Exchange::push_to(Part& part, Owner& owner) {
     if (plan.owner != index) continue;
     OutFrame out;
     out.frame.kind = FrameKind::kPush;
+    out.frame.collective = operation.collective;
     out.frame.key = part.key;
     out.frame.round = part.round;
     out.frame.start = plan.piece.first_element;

@@ -92,7 +92,7 @@ struct LocalContext {
   }
   // Does this host put anything in?
   [[nodiscard]] bool contributes(const Operation& operation) const noexcept {
-    return operation.collective == Collective::kReduce ||
+    return is_sum(operation.collective) ||
            (operation.collective == Collective::kBroadcast && local_root_of(operation) >= 0);
   }
 };

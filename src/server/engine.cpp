@@ -204,12 +204,14 @@ Errc ServerEngine::check_announcement(PeerId from, const Frame& frame) const noe
   const std::uint64_t expected = frame.kind == FrameKind::kEager ? eager_bytes(frame, from) : 0;
   const bool nothing_to_say = (frame.flags & kFlagDisagree) != 0 && frame.payload_bytes == 0;
   if (frame.payload_bytes != expected && !nothing_to_say) return malformed(from, frame, "wrong payload size");
+  if (frame.collective == Collective::kAccumulate && frame.member != from) return malformed(from, frame, "another's");
   if (!owns_a_piece(placement_, options_.self, frame)) return malformed(from, frame, "none of it belongs here");
   return Errc::kOk;
 }
 
 Errc ServerEngine::announce(PeerId from, const Frame& frame, Contribution arrived) {
-  KeyState& state = shares_.key_state(frame.key);
+  const bool is_collective = frame.collective != Collective::kAccumulate;
+  KeyState& state = shares_.key_state(frame.key, frame.collective, from);
   Share* share = state.find(frame.round);
   if ((share != nullptr && share->hosts[from].announced != Announced::kNothing) ||
       (share == nullptr && frame.round == state.heard_round)) {
@@ -217,7 +219,7 @@ Errc ServerEngine::announce(PeerId from, const Frame& frame, Contribution arrive
   }
   fail_older(state, from, frame.round);
   if (share == nullptr) {
-    if (state.is_over(frame.round) || leaver_.has_value()) {
+    if (state.is_over(frame.round) || (is_collective && (leaver_.has_value() || totals_.contains(frame.key)))) {
       refuse(from, frame);
       return Errc::kOk;
     }
@@ -233,7 +235,7 @@ Errc ServerEngine::announce(PeerId from, const Frame& frame, Contribution arrive
     arrived.arrived = true;
     share->contributions[from] = std::move(arrived);
   }
-  if (++share->announced == options_.hosts) gathered(*share);
+  if (++share->announced == announcers(frame, options_.hosts)) gathered(*share);
   return Errc::kOk;
 }
 
@@ -269,6 +271,7 @@ void ServerEngine::gathered(Share& share) {
     mine.count = piece.count;
     elements += piece.count;
   }
+  if (terms.collective == Collective::kAccumulate && !take_total(share)) return fail(share, Errc::kMismatch, 0);
   share.contributions.resize(share.pieces.size() * options_.hosts);
   share.open_pieces = static_cast<std::uint32_t>(share.pieces.size());
   for (PeerId host = 0; host < options_.hosts; ++host) {
@@ -308,7 +311,7 @@ Contribution& ServerEngine::contribution(const SharePiece& piece, PeerId host) c
 
 // The piece that a PUSH belongs to. kAgain: its round has failed here, the host did not know yet.
 Errc ServerEngine::find_piece(PeerId from, const Frame& frame, SharePiece** piece) noexcept {
-  const KeyState* state = shares_.find_key(frame.key);
+  const KeyState* state = shares_.find_key(frame.key, frame.collective, from);
   if (state == nullptr) return malformed(from, frame, "unknown key");
   Share* share = state->find(frame.round);
   if (share == nullptr || share->phase != SharePhase::kCollecting) {
@@ -330,6 +333,26 @@ Errc ServerEngine::find_piece(PeerId from, const Frame& frame, SharePiece** piec
   return Errc::kOk;
 }
 
+// Where the pieces of a share are added up. False if the key stands for something else.
+bool ServerEngine::take_total(Share& share) {
+  const Frame& terms = share.terms;
+  const KeyState* others = shares_.find_key(terms.key, Collective::kReduce, terms.member);
+  if (others != nullptr && (others->heard_round != 0 || !others->shares.empty())) return false;
+  Total& total = totals_[terms.key];
+  if (total.terms.round == 0) {
+    total.terms = terms;
+    std::uint64_t elements = 0;
+    for (const SharePiece& piece : share.pieces) elements += piece.count;
+    total.bytes.resize(elements * result_item_bytes(terms));
+  }
+  std::byte* at = total.bytes.data();
+  for (SharePiece& piece : share.pieces) {
+    piece.total = at;
+    at += piece.count * result_item_bytes(terms);
+  }
+  return is_same_operation(total.terms, terms);
+}
+
 // All contributions are there.
 void ServerEngine::answer(SharePiece& piece) {
   Share& share = *piece.share;
@@ -339,7 +362,7 @@ void ServerEngine::answer(SharePiece& piece) {
   out.frame.payload_bytes = static_cast<std::uint32_t>(piece.count * result_item_bytes(share.terms));
   if (--share.open_pieces == 0) ShareTable::hide(share);
   for (PeerId host = 0; host < options_.hosts; ++host) {
-    if (is_contributor_of_broadcast(share.terms, host)) continue;
+    if (!is_answered(share.terms, host)) continue;
     settle_eager(share, host);
     if (peers_[host].closed) continue;
     if (share.reserved_bytes == 0) {
@@ -362,6 +385,18 @@ const std::byte* ServerEngine::combine(SharePiece& piece) noexcept {
     Contribution& root = contribution(piece, terms.member);
     piece.result = std::move(root.slot);
     return root.data;
+  }
+  if (terms.collective == Collective::kAccumulate) {
+    Contribution& source = contribution(piece, terms.member);
+    const void* const both[] = {piece.total, source.data};
+    const auto dtype = static_cast<DType>(terms.dtype);
+    reduce_local(dtype, ReduceOp::kSum, Outputs{piece.total}, both, 2, piece.count);
+    // The own host takes it where it lies, with what others may have added by then; nobody minds. What travels is copied:
+    // a stream might carry half an element of now and half of later.
+    if (!source.slot) return piece.total;
+    std::memcpy(source.slot.data(), piece.total, piece.count * result_item_bytes(terms));
+    piece.result = std::move(source.slot);
+    return piece.result.data();
   }
   for (PeerId host = 0; host < options_.hosts; ++host) {
     Contribution& source = contribution(piece, host);

@@ -9,6 +9,9 @@
 //   kBroadcast  host `member` contributes, elements as they are. All others get the pieces. The contributor gets one
 //               empty RESULT (count 0) for each piece as soon as its bytes are no longer needed.
 //   kBarrier    nobody contributes; count is 0; one empty RESULT to each host.
+//   kAccumulate host `member` announces, contributes and is answered, and nobody waits for anybody: what it contributes is
+//               added to a total that the owner keeps of the key as long as it lives, and the answer is that total. Rounds
+//               are each host's own. A key is used for this alone, or never.
 // EAGER (`whole` partitions only) is READY and PUSH in one, gets no GRANT, and may be mixed with READY of other hosts.
 // Its payload is empty where the host contributes nothing. Its bytes count against a budget per host from when it is
 // sent until the host has a RESULT or FAIL for that key and round.
@@ -27,6 +30,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <unordered_map>
 #include <vector>
 
 #include "base/errc.hpp"
@@ -96,6 +100,11 @@ class ServerEngine {
   [[nodiscard]] std::uint64_t slot_bytes() const noexcept { return pool_.used_bytes(); }
 
  private:
+  // What has been accumulated under a key: the pieces that are this owner's, one after the other.
+  struct Total {
+    Frame terms;  // of the first announcement; round 0: there was none
+    std::vector<std::byte> bytes;
+  };
   // A payload on its way in.
   struct Incoming {
     Frame frame;
@@ -131,6 +140,7 @@ class ServerEngine {
   // Pieces.
   [[nodiscard]] Errc find_piece(PeerId from, const Frame& frame, SharePiece** piece) noexcept;
   [[nodiscard]] Contribution& contribution(const SharePiece& piece, PeerId host) const noexcept;
+  [[nodiscard]] bool take_total(Share& share);
   void answer(SharePiece& piece);
   [[nodiscard]] const std::byte* combine(SharePiece& piece) noexcept;
   void sent(SharePiece& piece, PeerId to);
@@ -153,8 +163,9 @@ class ServerEngine {
   Admission<Share> admission_;
   std::vector<Peer> peers_;
   ShareTable shares_;
-  std::vector<const void*> sources_;  // scratch of combine(); one for each host
-  std::vector<Piece> cut_;            // scratch of gathered()
+  std::unordered_map<std::uint64_t, Total> totals_;  // by key
+  std::vector<const void*> sources_;                 // scratch of combine(); one for each host
+  std::vector<Piece> cut_;                           // scratch of gathered()
   EngineCounters counters_;
   std::optional<std::uint32_t> leaver_;  // the first host that left, as FAIL names it
   bool over_ = false;                    // the job is

@@ -13,6 +13,11 @@ constexpr std::uint64_t kMaxStart = std::uint64_t{1} << 62;
 
 DType dtype_of(const Frame& frame) noexcept { return static_cast<DType>(frame.dtype); }
 
+// What can be added up for weeks: no integers, which wrap, and no narrow floats, which stand still.
+bool is_accumulable(DType dtype, ReduceOp op) noexcept {
+  return op == ReduceOp::kSum && (dtype == DType::kFloat32 || dtype == DType::kFloat64);
+}
+
 }  // namespace
 
 const char* fault_of_announcement(const Frame& frame, std::uint32_t hosts, std::uint64_t partition_bytes) noexcept {
@@ -32,6 +37,10 @@ const char* fault_of_announcement(const Frame& frame, std::uint32_t hosts, std::
       return frame.member >= hosts ? "the root is on no host" : nullptr;
     case Collective::kBarrier:
       return frame.count != 0 ? "a barrier has no elements" : nullptr;
+    case Collective::kAccumulate:
+      if (frame.member >= hosts) return "it is of no host";
+      if (!is_accumulable(dtype_of(frame), static_cast<ReduceOp>(frame.op))) return "not to be accumulated";
+      return nullptr;
   }
   return "no such collective";
 }
@@ -44,7 +53,17 @@ bool is_same_operation(const Frame& a, const Frame& b) noexcept {
 
 bool contributes(const Frame& terms, PeerId host) noexcept {
   return terms.collective == Collective::kReduce ||
-         (terms.collective == Collective::kBroadcast && terms.member == host);
+         ((terms.collective == Collective::kBroadcast || terms.collective == Collective::kAccumulate) &&
+          terms.member == host);
+}
+
+std::uint32_t announcers(const Frame& terms, std::uint32_t hosts) noexcept {
+  return terms.collective == Collective::kAccumulate ? 1 : hosts;
+}
+
+bool is_answered(const Frame& terms, PeerId host) noexcept {
+  if (terms.collective == Collective::kAccumulate) return terms.member == host;
+  return terms.collective != Collective::kBroadcast || terms.member != host;
 }
 
 std::uint64_t eager_bytes(const Frame& terms, PeerId host) noexcept {

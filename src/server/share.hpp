@@ -37,9 +37,10 @@ struct SharePiece {
   Share* share = nullptr;
   std::uint64_t first_element = 0;
   std::uint32_t count = 0;
-  std::uint32_t missing = 0;  // contributions that have not arrived
-  std::uint32_t unsent = 0;   // RESULTs on their way out
-  Slot result;                // what they point to; empty if that is the own host's memory
+  std::uint32_t missing = 0;   // contributions that have not arrived
+  std::uint32_t unsent = 0;    // RESULTs on their way out
+  std::byte* total = nullptr;  // kAccumulate: its part of the key's total
+  Slot result;                 // what they point to; empty if that is the own host's memory
 };
 
 struct ShareHost {
@@ -78,8 +79,11 @@ struct Share {
 
 // Whether two hosts mean the same operation.
 [[nodiscard]] bool is_same_operation(const Frame& a, const Frame& b) noexcept;
-// Whether `host` pushes, and how much it sends with an EAGER.
+// How many hosts announce it; whether `host` pushes; whether it is answered with the bytes of the result.
+[[nodiscard]] std::uint32_t announcers(const Frame& terms, std::uint32_t hosts) noexcept;
 [[nodiscard]] bool contributes(const Frame& terms, PeerId host) noexcept;
+[[nodiscard]] bool is_answered(const Frame& terms, PeerId host) noexcept;
+// How much `host` sends with an EAGER.
 [[nodiscard]] std::uint64_t eager_bytes(const Frame& terms, PeerId host) noexcept;
 // Bytes of an element as it is pushed, and as it comes back.
 [[nodiscard]] std::size_t push_item_bytes(const Frame& terms) noexcept;

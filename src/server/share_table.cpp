@@ -18,9 +18,14 @@ bool KeyState::is_over(std::uint64_t round) const noexcept {
   return std::any_of(shares.begin(), shares.end(), [round](const Share* share) { return share->terms.round > round; });
 }
 
-const KeyState* ShareTable::find_key(std::uint64_t key) const noexcept {
-  const auto found = keys_.find(key);
-  return found == keys_.end() ? nullptr : &found->second;
+KeyState& ShareTable::key_state(std::uint64_t key, Collective collective, PeerId from) {
+  return keys_[lane(collective, from)][key];
+}
+
+const KeyState* ShareTable::find_key(std::uint64_t key, Collective collective, PeerId from) const noexcept {
+  const auto& keys = keys_[lane(collective, from)];
+  const auto found = keys.find(key);
+  return found == keys.end() ? nullptr : &found->second;
 }
 
 Share& ShareTable::make(KeyState& state, const Frame& terms) {

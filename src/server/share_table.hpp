@@ -14,7 +14,7 @@
 
 namespace commlib {
 
-// What is remembered of a key for ever.
+// What is remembered of a key for ever; of one that hosts accumulate under, by each for itself.
 struct KeyState {
   std::uint64_t heard_round = 0;   // the latest that all hosts have announced here
   std::uint64_t failed_round = 0;  // the latest that failed here after a GRANT; PUSHes for it may still arrive
@@ -27,10 +27,11 @@ struct KeyState {
 
 class ShareTable {
  public:
-  explicit ShareTable(std::uint32_t hosts) : hosts_(hosts) {}
+  explicit ShareTable(std::uint32_t hosts) : hosts_(hosts), keys_(hosts + 1) {}
 
-  [[nodiscard]] KeyState& key_state(std::uint64_t key) { return keys_[key]; }
-  [[nodiscard]] const KeyState* find_key(std::uint64_t key) const noexcept;
+  // `from` announces or pushes something of that key: one that all hosts take part in, or one of its own.
+  [[nodiscard]] KeyState& key_state(std::uint64_t key, Collective collective, PeerId from);
+  [[nodiscard]] const KeyState* find_key(std::uint64_t key, Collective collective, PeerId from) const noexcept;
 
   // A share that nobody has announced yet, about the key, round and operation of `terms`. Throws std::bad_alloc, with
   // nothing changed. Used again and again: in the long run this allocates nothing.
@@ -46,11 +47,15 @@ class ShareTable {
   // retire the share it looks at walks backwards.
   [[nodiscard]] Share& at(std::size_t i) const noexcept { return *live_[i]; }
   [[nodiscard]] std::size_t size() const noexcept { return live_.size(); }
-  [[nodiscard]] std::size_t keys() const noexcept { return keys_.size(); }
+  [[nodiscard]] std::size_t keys() const noexcept { return keys_.back().size(); }  // that all take part in
 
  private:
+  [[nodiscard]] std::size_t lane(Collective collective, PeerId from) const noexcept {
+    return collective == Collective::kAccumulate ? from : hosts_;
+  }
+
   std::uint32_t hosts_;
-  std::unordered_map<std::uint64_t, KeyState> keys_;
+  std::vector<std::unordered_map<std::uint64_t, KeyState>> keys_;  // by host: its own; the last: all hosts'
   std::vector<std::unique_ptr<Share>> live_;
   std::vector<std::unique_ptr<Share>> spare_;  // to be used again: their vectors keep their capacity
 };

@@ -282,6 +282,74 @@ TEST_CASE("a broadcast brings the root's bytes to all") {
   }
 }
 
+// Host h adds 256^h a rank and round, so that each digit of a result says how much of that host is in it.
+TEST_CASE("what hosts accumulate, each at its own pace, holds all of their own and nothing twice") {
+  for (const std::vector<std::uint32_t>& shape : {std::vector<std::uint32_t>{1, 1}, {2, 1}, {1, 2, 1}, {2, 2}}) {
+    for (const std::uint32_t servers : {0U, 1U}) {
+      for (const std::uint64_t count :
+           {std::uint64_t{0}, std::uint64_t{1}, std::uint64_t{300}, std::uint64_t{70'001}}) {
+        CAPTURE(shape.size());
+        CAPTURE(servers);
+        CAPTURE(count);
+        Job job({.ranks_per_host = shape, .servers = servers, .partition_bytes = 128 * 1024});
+        const Job::Name name = job.declare("a", count * 8);
+        std::vector<std::uint32_t> node_of_rank;
+        for (std::uint32_t node = 0; node < shape.size(); ++node)
+          node_of_rank.insert(node_of_rank.end(), shape[node], node);
+        const auto rounds_of = [](std::uint32_t node) { return 3 + 2 * node; };
+        const auto digit = [](double value, std::uint32_t node) {
+          return static_cast<std::uint64_t>(value) >> (8 * node) & 255;
+        };
+        std::atomic<int> wrong{0};
+        std::atomic<std::uint32_t> through{0};
+        std::vector<std::thread> ranks;
+        for (std::uint32_t rank = 0; rank < job.size(); ++rank) {
+          ranks.emplace_back([&, rank] {
+            const std::uint32_t node = node_of_rank[rank];
+            Worker& worker = job.worker(rank);
+            const auto key = Job::record(name);
+            Tensor tensor = make(worker, count, 8, rank % 2 == 0);
+            std::vector<double> seen(count);
+            const auto add = [&](double mine, std::uint32_t round) {
+              std::vector<double> values(count, mine);
+              if (count != 0) std::memcpy(tensor.data, values.data(), count * 8);
+              Request request = request_of(key, tensor, DType::kFloat64, static_cast<Driver>(round % 3));
+              request.collective = Collective::kAccumulate;
+              const auto operation = submit(worker, request);
+              if (!carry_out(worker, *operation, kTimeoutMs) || operation->completion.failure().code != Errc::kOk) {
+                ++wrong;
+                return false;
+              }
+              reap_all(worker);
+              if (count != 0) std::memcpy(values.data(), tensor.data, count * 8);
+              for (std::uint64_t i = 0; i < count; ++i) {
+                for (std::uint32_t other = 0; other < shape.size(); ++other) {
+                  const std::uint64_t now = digit(values[i], other);
+                  const std::uint64_t all = rounds_of(other) * shape[other];
+                  if (now > all || now < digit(seen[i], other)) ++wrong;
+                  if (other == node && now != std::min<std::uint64_t>(round, rounds_of(node)) * shape[node]) ++wrong;
+                  if (round > rounds_of(node) && now != all) ++wrong;
+                }
+              }
+              seen = values;
+              return true;
+            };
+            const double mine = static_cast<double>(std::uint64_t{1} << (8 * node));
+            for (std::uint32_t round = 1; round <= rounds_of(node); ++round) {
+              if (!add(mine, round)) break;
+            }
+            through.fetch_add(1);
+            while (through.load() < job.size()) std::this_thread::yield();
+            (void)add(0, rounds_of(node) + 1);
+          });
+        }
+        for (std::thread& thread : ranks) thread.join();
+        CHECK(wrong == 0);
+      }
+    }
+  }
+}
+
 TEST_CASE("an operation in flight when its worker shuts down completes once, with an error") {
   for (const std::vector<std::uint32_t>& shape : {std::vector<std::uint32_t>{2}, {1, 1}}) {
     Job job({.ranks_per_host = shape});

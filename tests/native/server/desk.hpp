@@ -83,6 +83,12 @@ inline Frame broadcast_from(PeerId root, Frame frame) {
   return frame;
 }
 
+inline Frame accumulated_by(PeerId host, Frame frame) {
+  frame.collective = Collective::kAccumulate;
+  frame.member = host;
+  return frame;
+}
+
 inline Frame without_payload(Frame frame) {
   frame.payload_bytes = 0;
   return frame;

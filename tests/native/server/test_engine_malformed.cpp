@@ -48,7 +48,7 @@ TEST_CASE("engine: announcements that make no sense") {
       [](Frame& frame) { frame.dtype = 10; },
       [](Frame& frame) { frame.dtype = 255; },
       [](Frame& frame) { frame.op = 5; },
-      [](Frame& frame) { frame.collective = static_cast<Collective>(3); },
+      [](Frame& frame) { frame.collective = static_cast<Collective>(4); },
       [](Frame& frame) { frame.start = 63; },
       [](Frame& frame) { frame.start = UINT64_MAX - 63; },
       [](Frame& frame) { frame.start = std::uint64_t{1} << 62; },
@@ -60,6 +60,11 @@ TEST_CASE("engine: announcements that make no sense") {
       [](Frame& frame) { frame.dtype = 0, frame.op = 0; },  // the average of bool
       [](Frame& frame) { frame.collective = Collective::kBroadcast, frame.member = 2; },
       [](Frame& frame) { frame.collective = Collective::kBarrier; },
+      [](Frame& frame) { frame.collective = Collective::kAccumulate; },  // of the own host
+      [](Frame& frame) { frame.collective = Collective::kAccumulate, frame.member = 2; },
+      [](Frame& frame) { frame.collective = Collective::kAccumulate, frame.member = 1, frame.op = 3; },
+      [](Frame& frame) { frame.collective = Collective::kAccumulate, frame.member = 1, frame.dtype = 6; },
+      [](Frame& frame) { frame.collective = Collective::kAccumulate, frame.member = 1, frame.dtype = 4; },
       [](Frame& frame) { frame.start = kGranule; },  // host 1's own
       [](Frame& frame) { frame.payload_bytes = 4; },
       [](Frame& frame) { frame.payload_bytes = UINT32_MAX; },

@@ -7,6 +7,7 @@
 #include "base/errc.hpp"
 #include "desk.hpp"
 
+using desk::accumulated_by;
 using desk::barrier;
 using desk::broadcast_from;
 using desk::Desk;
@@ -360,4 +361,93 @@ TEST_CASE("engine: a broadcast's root has its eager budget back when all others 
     REQUIRE(desk.send_local(eager(2, round, half)) == Errc::kOk);
     CHECK(desk.flush_hosts(2) == "RRRR");
   }
+}
+
+TEST_CASE("engine: what is accumulated is answered at once, to its host alone, with all that has been added so far") {
+  Desk desk(options_of(3));
+  const auto answer = [&desk](PeerId host, std::uint32_t element) {
+    const auto frames = desk.take(host);
+    REQUIRE(frames.size() == 1);
+    REQUIRE(frames[0].frame.kind == FrameKind::kResult);
+    const float value = Desk::element(frames[0], element);
+    desk.sent(host, frames[0]);
+    return value;
+  };
+  REQUIRE(desk.send(1, accumulated_by(1, eager(1, 1, 10)), 1) == Errc::kOk);
+  CHECK(answer(1, 9) == 1);
+  REQUIRE(desk.send_local(accumulated_by(0, eager(1, 1, 10)), 2) == Errc::kOk);
+  CHECK(answer(0, 9) == 3);
+  // Rounds are each host's own.
+  for (std::uint64_t round = 2; round < 6; ++round) {
+    REQUIRE(desk.send(1, accumulated_by(1, eager(1, round, 10)), 10) == Errc::kOk);
+    CHECK(answer(1, 0) == 3 + 10 * static_cast<float>(round - 1));
+  }
+  REQUIRE(desk.send(2, accumulated_by(2, ready(1, 1, 10))) == Errc::kOk);
+  CHECK(desk.flush(2) == "G");
+  REQUIRE(desk.send(2, accumulated_by(2, push(1, 1, 0, 10)), 100) == Errc::kOk);
+  CHECK(answer(2, 5) == 143);
+  CHECK(desk.flush_hosts(3) == "");
+  CHECK(desk.is_clean());
+}
+
+TEST_CASE("engine: pieces of what is accumulated are granted and added one by one") {
+  Desk desk(options_of(2, 0, 2 * kGranule));
+  const std::uint32_t count = 4 * kPerGranule;  // pieces 0 and 2 are owner 0's
+  REQUIRE(desk.send_local(accumulated_by(0, ready(1, 1, count))) == Errc::kOk);
+  REQUIRE(desk.send(1, accumulated_by(1, ready(1, 7, count))) == Errc::kOk);
+  CHECK(desk.flush_hosts(2) == "GG");
+  REQUIRE(desk.send(1, accumulated_by(1, push(1, 7, 2 * kPerGranule, kPerGranule)), 1) == Errc::kOk);
+  const auto on_its_way = desk.take(1);
+  REQUIRE(on_its_way.size() == 1);
+  REQUIRE(desk.send_local(accumulated_by(0, push(1, 1, 0, kPerGranule)), 2) == Errc::kOk);
+  REQUIRE(desk.send_local(accumulated_by(0, push(1, 1, 2 * kPerGranule, kPerGranule)), 2) == Errc::kOk);
+  const auto own = desk.take(0);
+  REQUIRE(own.size() == 2);
+  CHECK(Desk::element(own[0], 0) == 2);
+  CHECK(Desk::element(own[1], kPerGranule - 1) == 3);
+  CHECK(Desk::element(on_its_way[0], kPerGranule - 1) == 1);  // as it was
+  for (const auto& out : own) desk.sent(0, out);
+  desk.sent(1, on_its_way[0]);
+  REQUIRE(desk.send(1, accumulated_by(1, push(1, 7, 0, kPerGranule)), 5) == Errc::kOk);
+  CHECK(desk.flush(1) == "R");
+  CHECK(desk.is_clean());
+}
+
+TEST_CASE("engine: a key is accumulated under, always in the same way, or never") {
+  Desk desk(options_of(2));
+  REQUIRE(desk.send(1, accumulated_by(1, eager(1, 1, 10)), 1) == Errc::kOk);
+  CHECK(desk.flush(1) == "R");
+  for (const Frame& other : {eager(1, 1, 11), ready(1, 1, 11), with_hash(eager(1, 1, 10), 1)}) {
+    Desk same(options_of(2));
+    REQUIRE(same.send(1, accumulated_by(1, eager(1, 1, 10)), 1) == Errc::kOk);
+    REQUIRE(same.send_local(accumulated_by(0, other)) == Errc::kOk);
+    CHECK(same.flush_hosts(2) == "FR");
+    CHECK(same.is_clean());
+  }
+  REQUIRE(desk.send_local(eager(1, 1, 10)) == Errc::kOk);
+  CHECK(desk.flush_hosts(2) == "F");
+  REQUIRE(desk.send(1, ready(1, 2, 10)) == Errc::kOk);
+  CHECK(desk.flush_hosts(2) == "F");
+  REQUIRE(desk.send(1, accumulated_by(1, eager(1, 3, 10)), 1) == Errc::kOk);
+  CHECK(desk.flush_hosts(2) == "R");
+  // The other way round.
+  REQUIRE(desk.send(1, eager(2, 1, 10)) == Errc::kOk);
+  REQUIRE(desk.send_local(accumulated_by(0, eager(2, 1, 10))) == Errc::kOk);
+  CHECK(desk.flush_hosts(2) == "F");
+  REQUIRE(desk.send_local(eager(2, 2, 10)) == Errc::kOk);
+  CHECK(desk.flush_hosts(2) == "F");  // host 1 will have heard elsewhere that round 1 has failed
+}
+
+TEST_CASE("engine: hosts that leave or are lost disturb nobody who accumulates") {
+  Desk desk(options_of(3));
+  REQUIRE(desk.send(1, accumulated_by(1, ready(1, 1, 10))) == Errc::kOk);
+  REQUIRE(desk.send(2, accumulated_by(2, ready(1, 1, 10))) == Errc::kOk);
+  CHECK(desk.flush_hosts(3) == "GG");
+  desk.engine.on_peer_left(1, 17);
+  desk.engine.on_peer_closed(1);  // halfway
+  REQUIRE(desk.send(2, accumulated_by(2, push(1, 1, 0, 10)), 4) == Errc::kOk);
+  REQUIRE(desk.send(2, accumulated_by(2, eager(1, 2, 10)), 4) == Errc::kOk);
+  REQUIRE(desk.send_local(accumulated_by(0, eager(1, 1, 10)), 4) == Errc::kOk);
+  CHECK(desk.flush_hosts(3) == "RRR");
+  CHECK(desk.is_clean());
 }
