@@ -38,7 +38,7 @@ demo: $(VENV)/.demo ## Train a small network in two processes
 test: $(VENV)/.test ## All tests but the long ones
 	@tools/system_packages
 	$(MAKE) -C tests/native check
-	$(IN_VENV) python -m pytest --numprocesses 2 --dist worksteal $(PYTEST_ARGS)
+	$(IN_VENV) python -m pytest --numprocesses 2 $(PYTEST_ARGS)
 
 lint: $(VENV)/.lint ## Everything that can be seen without running the code
 	@failed=0; export $(IN_VENV); run() { echo "$$1 $$2"; "$$@" || failed=1; }; \

@@ -4,14 +4,32 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests import lab
 
+# What tests of one module share takes seconds to make: a build, or a job whose results all of them look at. One process
+# runs them all, and they come first, so that no long one is left for the end.
+SHARING = ("tests/torch/", "tests/test_packaging.py", "tests/test_c_api.py")
+
+
+class Scheduler(LoadScopeScheduling):
+    """Gives tests to processes one by one, but those that share something together."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid.partition("::")[0] if nodeid.startswith(SHARING) else nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduler:
+    return Scheduler(config, log)
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out soak tests unless `-m` says something about them."""
+    """Put first what shares something, and leave out soak tests unless `-m` says something about them."""
+    items.sort(key=lambda item: not item.nodeid.startswith(SHARING))
     if "soak" in (config.getoption("-m") or ""):
         return
     soak = [item for item in items if item.get_closest_marker("soak")]

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests import zygote
 from tests.lab import Lab
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -96,7 +97,7 @@ class Outcome:
 @dataclass
 class _Process:
     name: str
-    popen: subprocess.Popen[bytes]
+    popen: subprocess.Popen[bytes] | zygote.Forked
     folder: Path
     pidfd: int
     events_fd: int | None = None
@@ -304,17 +305,28 @@ class Job:
         events_read, events_write = os.pipe()
         try:
             env = environment(*settings, {_RESULT: str(folder / "result"), _EVENTS: str(events_write)})
+            popen: subprocess.Popen[bytes] | zygote.Forked
             with open(folder / "stdout", "wb") as stdout, open(folder / "stderr", "wb") as stderr:
-                popen = subprocess.Popen(
-                    argv if self.lab is None else self.lab.command(host, argv),
-                    stdin=subprocess.PIPE if is_worker else subprocess.DEVNULL,
-                    stdout=stdout,
-                    stderr=stderr,
-                    env=env,
-                    cwd=self._folder,
-                    pass_fds=[events_write],
-                    start_new_session=True,
-                )
+                if is_worker and self.lab is None and zygote.is_worth_it(argv[1], env):
+                    popen = zygote.of(len(self.workers)).fork(
+                        argv[1:],
+                        env=env,
+                        cwd=str(self._folder),
+                        mark=str(folder / f"{_JOB}={self.name}"),
+                        events=_EVENTS,
+                        outputs=[stdout.fileno(), stderr.fileno(), events_write],
+                    )
+                else:
+                    popen = subprocess.Popen(
+                        argv if self.lab is None else self.lab.command(host, argv),
+                        stdin=subprocess.PIPE if is_worker else subprocess.DEVNULL,
+                        stdout=stdout,
+                        stderr=stderr,
+                        env=env,
+                        cwd=self._folder,
+                        pass_fds=[events_write],
+                        start_new_session=True,
+                    )
         except BaseException:
             os.close(events_read)
             raise
@@ -406,16 +418,28 @@ def leftovers(variable: str, value: str, grace_s: float = _GRACE_S, but: Collect
 
 
 def _marked(variable: str, value: str, but: Collection[int]) -> dict[int, str]:
-    """Living processes with this variable in the environment they were started with: id → id and command line."""
+    """Living processes with this variable in the environment they were started with: id → id and command line.
+
+    Forked ones have a file of that name open instead.
+    """
     mark = f"{variable}={value}".encode()
     found = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) not in but:
             with contextlib.suppress(OSError):
-                if mark in (folder / "environ").read_bytes().split(b"\0"):
+                if mark in (folder / "environ").read_bytes().split(b"\0") or _has_open(folder, mark):
                     command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                     found[int(folder.name)] = f"{folder.name}: {command}"
     return found
+
+
+def _has_open(process: Path, name: bytes) -> bool:
+    """Whether a process has a file of this name open, somewhere."""
+    for fd in os.scandir(process / "fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(os.fsencode(fd.path)).endswith(b"/" + name):
+                return True
+    return False
 
 
 def environment(*settings: Mapping[str, str | None]) -> dict[str, str]:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that each host changes by itself, at its own pace: asynchronous training.
 
-Design notes. The owners of a job keep, of each buffer, the total of what all hosts have added to it since the job began
-(``Collective::kAccumulate`` in ``src/server/engine.hpp``). A step of the optimizer is taken on this rank's parameters with
-this rank's gradients. What it has changed is added to the total, and the parameters become what they were at the very
-first, which all ranks know, plus the total. Nobody waits for another host. The ranks of one host step together.
+Design notes. The owners of a job keep, of each buffer, the total of what all hosts have added to it since the job
+began (``Collective::kAccumulate`` in ``src/server/engine.hpp``). A step of the optimizer is taken on this rank's
+parameters with this rank's gradients. What it has changed is added to the total, and the parameters become what they
+were at the very first, which all ranks know, plus the total. Nobody waits for another host. The ranks of one host step
+together.
 
 All is counted in float32, or float64: a total of half-width floats would stand still before long.
 """

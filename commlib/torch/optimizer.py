@@ -193,10 +193,11 @@ def DistributedOptimizer(  # noqa: N802 - the name scripts use
     the plain optimizer. It has the further methods ``synchronize()``, ``skip_synchronize()``,
     ``set_backward_passes_per_step(n)``, ``pull()`` and ``unwrap()``.
 
-    With ``COMMLIB_ASYNC=1`` in a job on several hosts no gradient is reduced. Each rank takes its steps on its own; what
-    they change, averaged (``op=Average``) or summed (``op=Sum``) over the ranks of a host, is added to the parameters of
-    all hosts, none of which waits for another (Downpour SGD: Dean et al., "Large Scale Distributed Deep Networks", 2012).
-    The first ``step()`` waits for all ranks and begins with the parameters of rank 0. See docs/torch.md.
+    With ``COMMLIB_ASYNC=1`` in a job on several hosts no gradient is reduced. Each rank takes its steps on its own;
+    what they change, averaged (``op=Average``) or summed (``op=Sum``) over the ranks of a host, is added to the
+    parameters of all hosts, none of which waits for another (Downpour SGD: Dean et al., "Large Scale Distributed Deep
+    Networks", 2012). The first ``step()`` waits for all ranks and begins with the parameters of rank 0. See
+    docs/torch.md.
 
     Raises ``NotInitializedError`` before ``commlib.init()``; ``ValueError`` for duplicate or missing names, or another
     ``op``; ``UnsupportedError`` for parameters that are not in CPU memory.
