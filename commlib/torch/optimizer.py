@@ -208,7 +208,7 @@ def DistributedOptimizer(  # noqa: N802 - the name scripts use
     named = _named(optimizer, named_parameters)
     prefix = f"DistributedOptimizer.{next(_instances)}."
     if is_asynchronous():
-        return _wrapped(optimizer, _AsynchronousOptimizer, Deltas(prefix, named, op))  # type: ignore[no-any-return]
+        return _wrapped(optimizer, _AsynchronousOptimizer, Deltas(prefix, named, op))
     if session().parameters.asynchronous and commlib.size() > 1:
         log.warning("COMMLIB_ASYNC does nothing here: all ranks are on one host, and those take their steps together")
     reducer = Reducer(prefix, named, compression, _positive(backward_passes_per_step), op, sparse_as_dense)
