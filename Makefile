@@ -64,7 +64,7 @@ wheel: $(VENV)/.lint ## Source distribution and wheel, in dist/
 bench: $(VENV)/.bench ## Measure it on this machine beside others, into benchmarks/results/
 	$(IN_VENV) commlib bench $(BENCH_ARGS)
 	@mkdir -p benchmarks/results; failed=0; export $(IN_VENV); \
-	for name in local many_tensors scaling network overlap idle; do \
+	for name in local many_tensors scaling network overlap optimizer_step idle; do \
 	  case $$name in network|overlap) [ "$$(id -u)" -eq 0 ] || { echo "not measured: $$name needs root"; continue; };; esac; \
 	  echo; echo "python benchmarks/$$name.py $(BENCHMARK_ARGS)"; \
 	  python benchmarks/$$name.py $(BENCHMARK_ARGS) \

@@ -4,8 +4,9 @@
     python benchmarks/overlap.py [--layers 12] [--width 768] [--batch 512] [--quick] [--json FILE] [--png FILE]
 
 Hosts are network namespaces of this machine. Their links are made so fast that moving all gradients takes as long as
-the backward pass. What is reported is one iteration: of computing alone, of communicating alone, and of both with
-commlib's optimizer, with its CrossBarrier, and with torch's DistributedDataParallel over gloo.
+the backward pass. What is reported is one iteration: of computing alone, of communicating alone, of both with commlib's
+optimizer, with its CrossBarrier, and with torch's DistributedDataParallel over gloo; and of both at once where neither has
+to wait for the other, which is as well as it can be done where they share the CPUs.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from harness.turns import Contender, Turns, slowest, take_turns
 from tests import lab
 
 TIMEOUT_S = 300
-PART_BYTES = 4 << 20  # of what is moved alone, as of the optimizer's buckets
+PART_BYTES = 1 << 20  # of what is moved alone, as of the optimizer's buckets
 LEARNING_RATE = 1e-4
 
 COMPUTE, COMMUNICATE, SUM = "computation alone", "communication alone", "one after the other"
+AT_ONCE = "both at once, of nothing to do with each other"
 OPTIMIZER, CROSS_BARRIER, DDP = "commlib, DistributedOptimizer", "commlib, CrossBarrier", f"torch DDP, {GLOO}"
 SECTION = "2 hosts: one iteration"
 
@@ -102,7 +104,13 @@ def work(task: Task) -> Turns:
 
     torch.set_num_threads(1)
     with joined(task.libraries, "eth0") as others:
-        runners = [_computing(task), _communicating(task), _with_optimizer(task), _with_cross_barrier(task)]
+        runners = [
+            _computing(task),
+            _communicating(task),
+            _at_once(task),
+            _with_optimizer(task),
+            _with_cross_barrier(task),
+        ]
         if others.gloo is not None:
             runners.append(_with_ddp(task))
         return take_turns(runners, rounds=task.rounds, batch_s=0, warm_up=1)
@@ -136,15 +144,39 @@ def _computing(task: Task) -> Contender:
 
 
 def _communicating(task: Task) -> Contender:
-    whole, rest = divmod(task.bytes_of_gradients, PART_BYTES)
-    parts = [commlib.zeros(size // 4, np.float32) for size in [PART_BYTES] * whole + [rest] * (rest > 0)]
+    move = _moving(task, COMMUNICATE)
 
     def action() -> None:
         for _ in range(task.iterations):
-            for handle in [commlib.push_pull_async_(part, name=f"part{i}") for i, part in enumerate(parts)]:
+            for handle in move():
                 handle.wait()
 
     return Contender(COMMUNICATE, action, action)
+
+
+def _at_once(task: Task) -> Contender:
+    import torch
+
+    network, (x, y) = task.network(), task.data()
+    optimizer, move = _sgd(network), _moving(task, AT_ONCE)
+
+    def action() -> None:
+        for _ in range(task.iterations):
+            handles = move()
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(network(x), y).backward()
+            optimizer.step()
+            for handle in handles:
+                handle.wait()
+
+    return Contender(AT_ONCE, action, action)
+
+
+def _moving(task: Task, name: str) -> Callable[[], list[commlib.Handle]]:
+    """Starts to move as much as all gradients, in parts."""
+    whole, rest = divmod(task.bytes_of_gradients, PART_BYTES)
+    parts = [commlib.zeros(size // 4, np.float32) for size in [PART_BYTES] * whole + [rest] * (rest > 0)]
+    return lambda: [commlib.push_pull_async_(part, name=f"{name}/{i}") for i, part in enumerate(parts)]
 
 
 def _with_optimizer(task: Task) -> Contender:
@@ -210,7 +242,7 @@ def main() -> None:
 def _rows(task: Task, by_rank: Sequence[Turns]) -> list[Row]:
     rounds = {name: [s / task.iterations for s in slowest(by_rank, name)] for name in by_rank[0]}
     rounds[SUM] = [a + b for a, b in zip(rounds[COMPUTE], rounds[COMMUNICATE], strict=True)]
-    names = (COMPUTE, COMMUNICATE, SUM, OPTIMIZER, CROSS_BARRIER, DDP)
+    names = (COMPUTE, COMMUNICATE, SUM, AT_ONCE, OPTIMIZER, CROSS_BARRIER, DDP)
     ordered = {name: rounds[name] for name in names if name in rounds}
     return list(
         rows_of(SECTION, "iteration", ordered, size=task.bytes_of_gradients, references={"× one after the other": SUM})

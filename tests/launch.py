@@ -307,8 +307,9 @@ class Job:
             env = environment(*settings, {_RESULT: str(folder / "result"), _EVENTS: str(events_write)})
             popen: subprocess.Popen[bytes] | zygote.Forked
             with open(folder / "stdout", "wb") as stdout, open(folder / "stderr", "wb") as stderr:
-                if is_worker and self.lab is None and zygote.is_worth_it(argv[1], env):
-                    popen = zygote.of(len(self.workers)).fork(
+                framework = zygote.framework_of(argv[1], env) if is_worker and self.lab is None else None
+                if framework is not None:
+                    popen = zygote.of(framework, len(self.workers)).fork(
                         argv[1:],
                         env=env,
                         cwd=str(self._folder),

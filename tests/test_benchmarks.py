@@ -115,6 +115,26 @@ def test_network(tmp_path: Path) -> None:
     assert len(contenders(report, "2 hosts: memory", "rank 1, 1 MiB")) == 2
 
 
+@pytest.mark.lab
+def test_overlap(tmp_path: Path) -> None:
+    report = measured(
+        tmp_path, "overlap.py", *FEW, "--layers", "2", "--width", "64", "--batch", "16", "--without", "gloo"
+    )
+    rows = contenders(report, "2 hosts", "iteration")
+    alone, moving, total = (rows[n] for n in ("computation alone", "communication alone", "one after the other"))
+    assert total["rounds"] == [pytest.approx(a + b) for a, b in zip(alone["rounds"], moving["rounds"], strict=True)]
+    assert len(rows) == 6
+
+
+def test_optimizer_step(tmp_path: Path) -> None:
+    report = measured(tmp_path, "optimizer_step.py", *FEW, "--parameters", "20", "--batch", "8")
+    assert list(contenders(report, "1 process", "step")) == ["torch alone", "commlib, DistributedOptimizer"]
+    steps, costs = contenders(report, "2 ranks: a step", "step"), contenders(report, "2 ranks: what it adds", "step")
+    plain = steps.pop("torch alone")["rounds"]
+    for name, row in steps.items():
+        assert costs[name]["rounds"] == [pytest.approx(a - b) for a, b in zip(row["rounds"], plain, strict=True)]
+
+
 def test_idle(tmp_path: Path) -> None:
     report = measured(tmp_path, "idle.py", "--quick", "--seconds", "1")
     rows = {row["case"]: row for row in report["rows"]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that have imported torch already, for tests that start hundreds of them.
+"""Processes that have imported a framework already, for tests that start hundreds of them.
 
 Importing torch and making an optimizer takes 3.5 s of CPU. A *zygote* does it once, and forks for each worker that a
 job asks for; what it forks becomes, as far as it can tell, a fresh process: with a session, streams, an environment
@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-PRELOADED = ("torch", "torch._dynamo")
+PRELOADED = {"torch": ("torch", "torch._dynamo"), "tensorflow": ("tensorflow", "keras")}
 _FDS = 4  # stdin, stdout, stderr, events
 _MAX_BYTES = 1 << 20
 _EARLY = ("LD_", "MALLOC_", "PYTHONHASHSEED", "PYTHONMALLOC", "PYTHONWARNINGS", "TORCH")
@@ -74,11 +74,11 @@ class Forked:
 class Zygote:
     """A process that forks when asked to."""
 
-    def __init__(self, env: Mapping[str, str]) -> None:
+    def __init__(self, framework: str, env: Mapping[str, str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.zygote", str(theirs.fileno())],
+                [sys.executable, "-m", "tests.zygote", framework, str(theirs.fileno())],
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -128,24 +128,26 @@ class Zygote:
             self._statuses[pid] = status
 
 
-_zygotes: dict[int, Zygote] = {}
+_zygotes: dict[tuple[str, int], Zygote] = {}
 
 
-def of(rank: int) -> Zygote:
+def of(framework: str, rank: int) -> Zygote:
     """The zygote of a rank, which is made when it is first asked for."""
-    number = rank % 2
-    if number not in _zygotes:
+    key = framework, rank % 2
+    if key not in _zygotes:
         path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
         env = {**os.environ, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1"}
-        _zygotes[number] = Zygote(env)
-    return _zygotes[number]
+        _zygotes[key] = Zygote(framework, env)
+    return _zygotes[key]
 
 
-def is_worth_it(script: str, env: Mapping[str, str]) -> bool:
-    """Whether a script uses torch, and nothing in its environment has to be there when Python starts."""
+def framework_of(script: str, env: Mapping[str, str]) -> str | None:
+    """Which framework a script uses, if it is one, and nothing in its environment has to be there at Python's start."""
     if any(name.startswith(_EARLY) and os.environ.get(name) != value for name, value in env.items()):
-        return False
-    return "torch" in Path(script).read_text()
+        return None
+    text = Path(script).read_text()
+    used = [framework for framework in PRELOADED if framework in text]
+    return used[0] if len(used) == 1 else None
 
 
 # What the zygote does.
@@ -207,9 +209,9 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the tests' matter
-    _channel = socket.socket(fileno=int(sys.argv[1]))
+    _channel = socket.socket(fileno=int(sys.argv[2]))
     os.set_inheritable(_channel.fileno(), False)
-    for _name in PRELOADED:
+    for _name in PRELOADED[sys.argv[1]]:
         importlib.import_module(_name)
     _script = _serve(_channel)["argv"][0]
     runpy.run_path(_script, run_name="__main__")

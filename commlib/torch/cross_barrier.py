@@ -76,8 +76,6 @@ def _copied(value: Any) -> Any:
 class _StepReducer(Reducer):
     """A reducer whose buckets may be in flight when the next step has begun."""
 
-    fineness = 4  # the first layer should not wait for others
-
     def __init__(
         self, prefix: str, named: list[tuple[str, torch.Tensor]], compression: Compressor, passes: int, op: ReduceOp
     ) -> None:

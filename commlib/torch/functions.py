@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 import commlib
+from commlib.agreement import agree
 from commlib.errors import CommlibError, UnsupportedError
 from commlib.torch import ops
-from commlib.torch.agreement import agree
 from commlib.torch.optimizer import _parameters
 
 Params = Mapping[str, Any] | Iterable[tuple[str, Any]] | Iterable[torch.Tensor]

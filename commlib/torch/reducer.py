@@ -38,7 +38,7 @@ from commlib.errors import CommlibError, OperationTimeout, UnsupportedError
 from commlib.torch import ops
 from commlib.torch.compression import Compressor
 
-BUCKET_BYTES = 4 << 20
+BUCKET_BYTES = 1 << 20  # the first one leaves soon, and little is left when the last one does
 _LINE_BYTES = 64  # what a gradient in a bucket is aligned to
 _NEVER = 1 << 62
 _REPEATED = 1 << 16  # more than there are ranks, and told of by all of them in 32 bits
@@ -74,6 +74,7 @@ class Slot:
     """One parameter, and what is known of its gradient in this step."""
 
     __slots__ = (
+        "address",
         "bucket",
         "grad",
         "index",
@@ -101,6 +102,7 @@ class Slot:
         self.place = 0  # in the bucket
         self.room: torch.Tensor | None = None  # in the bucket
         self.view: torch.Tensor | None = None  # the same, as a gradient
+        self.address = 0  # of it
         self.is_late = False  # its gradient came after its bucket had left without it
         self.is_demoted = False  # it was regular once, and proved not to be
         # An irregular gradient, and how often it had been changed, when backward had computed it.
@@ -115,7 +117,12 @@ class Slot:
         view, param = self.view, self.param
         if view is None or self.room is None or view.dtype != param.dtype or view.shape != param.shape:
             return False
-        return view.dtype == self.room.dtype and view.data_ptr() == self.room.data_ptr()
+        return view.dtype == self.room.dtype and view.data_ptr() == self.address
+
+    def is_in_place(self) -> bool:
+        """Whether the gradient is the view, and that is still where it was made."""
+        view = self.view
+        return view is not None and self.param.grad is view and view.data_ptr() == self.address
 
 
 class _Bucket:
@@ -127,8 +134,9 @@ class _Bucket:
         self.priority = priority
         self.due = _NEVER  # after this backward pass of a step it leaves, complete or not
         self.missing = 0
-        self.handle: ops.Handle | None = None
-        self.is_done = False
+        self.is_whole = True  # all are still members
+        self.has_left = False
+        self.handle: ops.Handle | None = None  # while it is in flight
         self.lacking: list[Slot] = []  # those that a rank had no gradient for
         self.error: CommlibError | None = None
         dtype = slots[0].param.dtype
@@ -144,15 +152,12 @@ class _Bucket:
             slot.bucket, slot.place = self, place
             slot.room = self.flat[offset : offset + slot.param.numel()]
             slot.view = _view(self.flat, offset, slot.param)
+            slot.address = slot.view.data_ptr()
         self.restart()
 
     def members(self) -> list[Slot]:
         """Those that have not proved irregular since."""
         return [slot for slot in self.slots if slot.bucket is self]
-
-    @property
-    def has_left(self) -> bool:
-        return self.handle is not None or self.is_done
 
     def dissolve(self) -> None:
         """Let all go if many have gone. They will be in another one soon."""
@@ -163,7 +168,9 @@ class _Bucket:
 
     def restart(self) -> None:
         self.missing = len(self.members())
-        self.handle, self.is_done, self.error, self.lacking = None, False, None, []
+        self.is_whole = self.missing == len(self.slots)
+        self.has_left = False
+        self.handle, self.error, self.lacking = None, None, []
 
 
 class Reducer:
@@ -172,8 +179,6 @@ class Reducer:
     ``passes``: backward passes until a gradient is complete. ``waits``: whether ``backward()`` submits what is due, if
     incomplete, and waits for what it has submitted. In a job of one process there are no hooks and no buckets.
     """
-
-    fineness = 1  # by how much buckets are smaller than usual
 
     def __init__(
         self,
@@ -247,17 +252,20 @@ class Reducer:
         """A backward pass has computed a gradient, and added it to what was there."""
         self._check(slot)
         self.reduced = False
-        grad = self._dense(slot)
+        is_in_place = slot.is_in_place()
+        grad = slot.view if is_in_place else self._dense(slot)
         self._expect_end()
         slot.passes += 1
         slot.ready_at, slot.ready_in = self._clock, self._ended + 1
         self._clock += 1
         bucket = slot.bucket
-        if bucket is None or bucket.has_left or not slot.fits():
+        if bucket is None or bucket.has_left or not (is_in_place or slot.fits()):
+            assert grad is not None
             slot.is_late = bucket is not None
             slot.grad, slot.version = grad, grad._version
             return
-        self._move_in(slot)
+        if not is_in_place:
+            self._move_in(slot)
         if slot.passes == self.passes:
             bucket.missing -= 1
             if bucket.missing == 0:
@@ -329,6 +337,16 @@ class Reducer:
         return all(slot.passes in (0, self.passes) for slot in bucket.members())
 
     def _submit(self, bucket: _Bucket) -> None:
+        if bucket.missing == 0 and bucket.is_whole and all(slot.is_in_place() for slot in bucket.slots):
+            bucket.flags[0].fill_(1)
+            bucket.flags[1].zero_()
+        else:
+            self._fill(bucket)
+        bucket.handle = ops.submit(bucket.flat, self.op, bucket.name, bucket.priority, self._compression, inplace=True)
+        bucket.has_left = True
+
+    def _fill(self, bucket: _Bucket) -> None:
+        """Put in what there is, zeros where there is nothing, and the flags that say so."""
         has: list[bool] = []
         for slot in bucket.slots:
             has_grad = slot.bucket is bucket and self._has_grad(slot)
@@ -341,7 +359,6 @@ class Reducer:
                 if not slot.is_late:
                     slot.param.grad = None
         bucket.flags.copy_(torch.tensor([has, [not one for one in has]]))
-        bucket.handle = ops.submit(bucket.flat, self.op, bucket.name, bucket.priority, self._compression, inplace=True)
 
     def _has_grad(self, slot: Slot) -> bool:
         """Whether there is a gradient that this rank has put there, and not only zeros where one may come."""
@@ -355,7 +372,7 @@ class Reducer:
         if bucket.handle is None:
             return
         bucket.error = _error_of(bucket.handle)
-        bucket.handle, bucket.is_done = None, True
+        bucket.handle = None
         if bucket.error is not None:
             return
         for slot, lacks in zip(bucket.slots, bucket.flags[1].tolist(), strict=True):
@@ -506,7 +523,7 @@ class Reducer:
         order = np.array([slot.ready_at for slot in chosen], np.int64)
         commlib.broadcast_(order, 0, name=f"{self.prefix}order")
         by_readiness = [chosen[i] for i in np.argsort(order, kind="stable")]
-        for slots in _divided(by_readiness, BUCKET_BYTES // self.fineness):
+        for slots in _divided(by_readiness, BUCKET_BYTES):
             name = f"{self.prefix}bucket.{self._generation}"
             self._generation += 1
             # What forward needs first is what backward computes last.

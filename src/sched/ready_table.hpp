@@ -91,7 +91,7 @@ static_assert(sizeof(RowEntry) == 64);
 
 // A small sum: each rank leaves a copy of its input in the table, of the last even and of the last odd such round. Who is in
 // round r + 2 knows that nobody is in round r any more, and may write there.
-inline constexpr std::size_t kSmallBytes = 8 * 1024;  // all inputs together
+inline constexpr std::size_t kSmallBytes = 4 * 1024;  // all inputs together
 inline constexpr RowIndex kSmallRows = 16 * 1024;     // rows with room for copies, the first ones
 
 // What stands before a copy: all that is said of a small sum, so that it can be read in round r + 1, too.
