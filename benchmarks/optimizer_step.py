@@ -3,9 +3,10 @@
 
     python benchmarks/optimizer_step.py [--parameters 1000] [--batch 64] [--quick] [--json FILE] [--png FILE]
 
-In one process there is nothing to send: an iteration of a small convolutional network, of the size that suits 8×8 images,
-with a plain optimizer and with a wrapped one. On two ranks: a step of many small parameters, with one operation for each
-of them, as Horovod and BytePS have it, and with commlib's buckets; beside it what the same step takes with no other rank.
+In one process there is nothing to send: an iteration of a small convolutional network, of the size that suits 8×8
+images, with a plain optimizer and with a wrapped one. On two ranks: a step of many small parameters, with one operation
+for each of them, as Horovod and BytePS have it, and with commlib's buckets; beside it what the same step takes with no
+other rank.
 """
 
 from __future__ import annotations

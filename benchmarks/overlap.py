@@ -4,9 +4,9 @@
     python benchmarks/overlap.py [--layers 12] [--width 768] [--batch 512] [--quick] [--json FILE] [--png FILE]
 
 Hosts are network namespaces of this machine. Their links are made so fast that moving all gradients takes as long as
-the backward pass. What is reported is one iteration: of computing alone, of communicating alone, of both with commlib's
-optimizer, with its CrossBarrier, and with torch's DistributedDataParallel over gloo; and of both at once where neither has
-to wait for the other, which is as well as it can be done where they share the CPUs.
+the backward pass. What is reported is one iteration: of computing alone, of communicating alone, of both with
+commlib's optimizer, with its CrossBarrier, and with torch's DistributedDataParallel over gloo; and of both at once
+where neither has to wait for the other, which is as well as it can be done where they share the CPUs.
 """
 
 from __future__ import annotations

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Twenty steps on several ranks give the weights of one process with the whole batch, and the same bits everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow")
+
+import keras
+import tensorflow as tf
+
+import commlib.tensorflow as bps
+from commlib.tensorflow.keras import DistributedOptimizer
+from tests.tensorflow import outcomes, results_of
+
+SIZES = [1, 2, 4]
+STEPS = 20
+BATCH = 12  # can be dealt to 1, 2 and 4 ranks evenly
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "sgd": lambda **options: keras.optimizers.SGD(0.05, momentum=0.9, **options),
+    "adam": lambda **options: keras.optimizers.Adam(0.01, **options),
+    "adamw": lambda **options: keras.optimizers.AdamW(0.01, weight_decay=0.1, **options),
+}
+
+
+def network() -> Any:
+    # Sizes that are no multiples of 16.
+    keras.utils.set_random_seed(7)
+    return keras.Sequential(
+        [keras.Input((7,)), keras.layers.Dense(13, "tanh"), keras.layers.Dense(5, "tanh"), keras.layers.Dense(3)]
+    )
+
+
+def words() -> Any:
+    keras.utils.set_random_seed(7)
+    return keras.Sequential(
+        [keras.Input((3,)), keras.layers.Embedding(11, 5), keras.layers.Flatten(), keras.layers.Dense(3)]
+    )
+
+
+def data(steps: int, of_words: bool = False) -> tuple[Any, Any]:
+    random = np.random.default_rng(11)
+    x = random.integers(0, 11, (steps * BATCH, 3)) if of_words else random.standard_normal((steps * BATCH, 7))
+    y = random.standard_normal((steps * BATCH, 3))
+    return x.astype(np.int32 if of_words else np.float32), y.astype(np.float32)
+
+
+def mine(*arrays: Any) -> list[Any]:
+    """This rank's part of each batch, batch after batch."""
+    size, rank = bps.size(), bps.rank()
+    parts = []
+    for array in arrays:
+        batches = array.reshape(-1, size, BATCH // size, *array.shape[1:])
+        parts.append(np.ascontiguousarray(batches[:, rank]).reshape(-1, *array.shape[1:]))
+    return parts
+
+
+def assert_same(model: Any, reference: Any, tolerance: float = 1e-5) -> None:
+    for one, other in zip(model.weights, reference.weights, strict=True):
+        a, b = one.numpy(), other.numpy()
+        assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b), (one.path, np.linalg.norm(a - b))
+        first = bps.broadcast(tf.constant(a), 0).numpy()
+        assert np.array_equal(a, first), f"{one.path} is not the same on rank {bps.rank()}"
+
+
+def loop(
+    model: Any, optimizer: Any, x: Any, y: Any, *, size: int, run: Callable[..., Any], wrap: Callable[..., Any]
+) -> None:
+    """A loop of one's own over batches."""
+
+    def step(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+        gradients = wrap(tape).gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    step = run(step)
+    count = BATCH // size
+    for begin in range(0, len(x), count):
+        step(tf.constant(x[begin : begin + count]), tf.constant(y[begin : begin + count]))
+
+
+def scenario_loops_of_one_s_own() -> None:
+    for make, of_words in ((network, False), (words, True)):
+        x, y = data(STEPS, of_words)
+        reference = make()
+        loop(reference, OPTIMIZERS["sgd"](), x, y, size=1, run=lambda f: f, wrap=lambda tape: tape)
+        for run in (lambda f: f, tf.function):
+            for options in ({}, {"sparse_as_dense": True}):
+                model = make()
+                wrap = lambda tape, options=options: bps.DistributedGradientTape(tape, **options)  # noqa: E731
+                loop(model, OPTIMIZERS["sgd"](), *mine(x, y), size=bps.size(), run=run, wrap=wrap)
+                assert_same(model, reference)
+            # Or the optimizer does it.
+            model = make()
+            optimizer = DistributedOptimizer(OPTIMIZERS["sgd"]())
+            loop(model, optimizer, *mine(x, y), size=bps.size(), run=run, wrap=lambda tape: tape)
+            assert_same(model, reference)
+
+
+def fit(model: Any, optimizer: Any, x: Any, y: Any, *, size: int, **options: Any) -> Any:
+    model.compile(optimizer, "mse", **options)
+    return model.fit(x, y, batch_size=BATCH // size, shuffle=False, verbose=0)
+
+
+def equals(
+    make: Callable[..., Any],
+    optimizer: Callable[..., Any],
+    of_words: bool = False,
+    tolerance: float = 1e-5,
+    **options: Any,
+) -> None:
+    x, y = data(STEPS, of_words)
+    reference, model = make(), make()
+    fit(reference, optimizer(), x, y, size=1, **options)
+    wrapped = DistributedOptimizer(optimizer())
+    fit(model, wrapped, *mine(x, y), size=bps.size(), **options)
+    assert_same(model, reference, tolerance)
+
+
+def scenario_fit() -> None:
+    for optimizer in OPTIMIZERS.values():
+        equals(network, optimizer)
+
+
+def scenario_fit_eagerly() -> None:
+    equals(network, OPTIMIZERS["adam"], run_eagerly=True)
+
+
+def scenario_accumulation() -> None:
+    for optimizer in OPTIMIZERS.values():
+        equals(network, lambda optimizer=optimizer: optimizer(gradient_accumulation_steps=3), tolerance=1e-6)
+
+
+def scenario_clipping_and_averages_of_weights() -> None:
+    for options in ({"global_clipnorm": 0.1}, {"clipnorm": 0.1}, {"clipvalue": 0.01}, {"use_ema": True}):
+        equals(network, lambda options=options: OPTIMIZERS["sgd"](**options))
+    equals(network, lambda: OPTIMIZERS["sgd"](use_ema=True, ema_overwrite_frequency=5))
+
+
+def scenario_embeddings() -> None:
+    for optimizer in OPTIMIZERS.values():
+        equals(words, optimizer, of_words=True)
+    equals(words, lambda: OPTIMIZERS["sgd"](gradient_accumulation_steps=2), of_words=True)
+
+
+def scenario_loss_scale() -> None:
+    scale = keras.optimizers.LossScaleOptimizer
+    x, y = data(STEPS)
+    reference = network()
+    fit(reference, scale(OPTIMIZERS["sgd"](), initial_scale=64.0), x, y, size=1)
+    outside, inside = network(), network()
+    fit(outside, DistributedOptimizer(scale(OPTIMIZERS["sgd"](), initial_scale=64.0)), *mine(x, y), size=bps.size())
+    assert_same(outside, reference)
+    fit(inside, scale(DistributedOptimizer(OPTIMIZERS["sgd"]()), initial_scale=64.0), *mine(x, y), size=bps.size())
+    assert_same(inside, reference)
+
+
+def scenario_one_rank_has_an_infinity() -> None:
+    """All skip that step, and none hangs."""
+    scale = keras.optimizers.LossScaleOptimizer
+    x, y = data(6)
+    hurt_x = x.copy()
+    hurt_x[2 * BATCH] = np.inf  # of rank 0, in the third batch
+    kept = np.concatenate([x[: 2 * BATCH], x[3 * BATCH :]]), np.concatenate([y[: 2 * BATCH], y[3 * BATCH :]])
+    reference = network()
+    fit(reference, OPTIMIZERS["sgd"](), *kept, size=1)
+    for make in (
+        lambda: DistributedOptimizer(scale(OPTIMIZERS["sgd"]())),
+        lambda: scale(DistributedOptimizer(OPTIMIZERS["sgd"]())),
+    ):
+        model = network()
+        optimizer: Any = make()  # type: ignore[no-untyped-call]
+        fit(model, optimizer, *mine(hurt_x, y), size=bps.size())
+        assert_same(model, reference)
+        assert float(optimizer.dynamic_scale.numpy()) == 2.0**14
+
+
+def scenario_mixed_precision() -> None:
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        # Half-width activations: what is computed on parts of a batch is not what is computed on all of it.
+        equals(network, OPTIMIZERS["sgd"], tolerance=5e-3)
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def scenario_unused_variables_and_local_ones() -> None:
+    used, unused, local = (tf.Variable([1.0, 2.0]) for _ in range(3))
+    x = float(bps.rank() + 1)
+    mean = np.mean(range(1, bps.size() + 1))
+    for run in (lambda f: f, tf.function):
+
+        def step() -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum((used + local) * x)
+            tape = bps.DistributedGradientTape(tape, local_variables=[local])
+            gradients = tape.gradient(loss, {"a": used, "b": [unused, local]})
+            assert gradients["b"][0] is None
+            return gradients["a"], gradients["b"][1]
+
+        first, second = run(step)()
+        assert np.allclose(first, mean)
+        assert np.allclose(second, x)
+
+
+def scenario_many_groups() -> None:
+    """More than fits into one group, of several dtypes."""
+    random = np.random.default_rng(1)
+    variables = [
+        tf.Variable(random.standard_normal(n), dtype=d) for n in (300_001, 7, 500_003) for d in ("float32", "float64")
+    ]
+    for run in (lambda f: f, tf.function):
+
+        def step() -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.add_n([tf.cast(tf.reduce_sum(v * v), tf.float64) for v in variables]) * (bps.rank() + 1)
+            return bps.DistributedGradientTape(tape).gradient(loss, variables)
+
+        for gradient, variable in zip(run(step)(), variables, strict=True):
+            assert gradient.dtype == variable.dtype
+            assert np.allclose(gradient, 2 * variable.numpy() * np.mean(range(1, bps.size() + 1)))
+
+
+def run() -> dict[str, str]:
+    return outcomes({name: scenario for name, scenario in globals().items() if name.startswith("scenario_")})
+
+
+WORKERS = [run]
+SCENARIOS = [name for name in list(globals()) if name.startswith("scenario_")]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test(name: str, size: int) -> None:
+    for outcome in results_of(run, size):
+        assert outcome[name] == "passed", outcome[name]
