@@ -215,7 +215,7 @@ def rates(callback: Any, epochs: int, steps: int, optimizer: Any = None) -> tupl
 
 def scenario_warm_up() -> None:
     size, steps, epochs, rate = bps.size(), 4, 5, 0.4
-    seen, history = rates(callbacks.LearningRateWarmupCallback(rate, warmup_epochs=3, verbose=0), epochs, steps)
+    seen, history = rates(callbacks.LearningRateWarmupCallback(rate, warmup_epochs=3, verbose=1), epochs, steps)
     expected = []
     for epoch in range(epochs):
         for batch in range(steps):

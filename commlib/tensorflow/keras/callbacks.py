@@ -207,4 +207,4 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         super().on_epoch_end(epoch, logs)
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and commlib.rank() == 0:
             rate = float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
-            keras.utils.io_utils.print_msg(f"Epoch {epoch + 1}: the learning rate has reached {rate:g}.")
+            print(f"Epoch {epoch + 1}: the learning rate has reached {rate:g}.", flush=True)  # noqa: T201 - asked for
