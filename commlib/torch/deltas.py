@@ -117,13 +117,16 @@ class Deltas:
         """Note what the parameters are. The first time, they become rank 0's; that waits for all ranks."""
         self._finish()
         if self._fresh:
-            fresh, self._fresh = self._fresh, []
-            self._stages += 1
+            made = []
             for dtype in (torch.float32, torch.float64):
-                params = [param for param in fresh if _counted_in(param) is dtype]
+                params = [param for param in self._fresh if _counted_in(param) is dtype]
                 if params:
                     name = f"{self.prefix}{self._stages}.{str(dtype).removeprefix('torch.')}"
-                    self._parts.append(_Part(name, params, dtype))
+                    made.append(_Part(name, params, dtype))
+            # Not before: what fails here must not be taken for done the next time, and trained alone without a word.
+            self._parts += made
+            self._fresh = []
+            self._stages += 1
         for part in self._parts:
             part.remember()
 

@@ -253,3 +253,36 @@ def test_who_leaves_early_is_named() -> None:
         rank, text = said
         assert rank == 1
         assert "rank 1" in text
+
+
+def test_a_first_step_that_timed_out_is_not_taken_for_done() -> None:
+    script = """
+        import torch
+        torch.set_num_threads(1)
+        import commlib, commlib.torch as bps
+        from tests.launch import announce, give, listen
+        bps.init()
+        param = torch.nn.Parameter(torch.zeros(3))
+        optimizer = bps.DistributedOptimizer(torch.optim.SGD([param], lr=1.0))
+        param.grad = torch.ones(3)
+        said = []
+        if bps.rank() == 0:
+            for _ in range(2):
+                try:
+                    optimizer.step()
+                    said.append("taken")
+                except commlib.errors.CommlibError as error:
+                    said.append(type(error).__name__)
+            announce("tried")
+        listen()
+        give((said, param.tolist()))
+    """
+    limit = {"COMMLIB_ASYNC": "1", "COMMLIB_OPERATION_TIMEOUT_S": "1"}
+    with Job(script, hosts=[1, 1], env=limit) as job:
+        job.await_event("tried", ranks=[0])
+        for rank in range(2):
+            job.tell(rank, "end")
+        (said, values), _ = (outcome.value for outcome in job.wait(timeout=60))
+    assert said[0] == "OperationTimeout"
+    assert "taken" not in said
+    assert values == [0.0] * 3  # no step was taken by itself
