@@ -96,8 +96,10 @@ class _Step:
         results = []
         for number, group in enumerate(self._groups):
             with self._lock:
-                flat, handle = self._pending.pop(number)
-            handle.wait()
+                flat, handle = self._pending[number]
+            handle.wait()  # still there, should this be a timeout
+            with self._lock:
+                del self._pending[number]
             if group.wire is not group.dtype:
                 narrow, flat = flat, host.empty(flat.shape, group.dtype)
                 np.copyto(flat, narrow, casting="unsafe")

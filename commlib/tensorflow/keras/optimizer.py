@@ -152,9 +152,8 @@ def DistributedOptimizer(  # noqa: N802 - the name scripts use
         raise ValueError("the optimizer is a DistributedOptimizer already")
     inner.__dict__[_STATE] = _State(op, checked(compression), sparse_as_dense)
     inner.__class__ = _derived(_DistributedOptimizer, type(inner))
-    while optimizer is not inner and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    if optimizer is not inner:
         _agree_about_finiteness(optimizer)
-        return optimizer
     return optimizer
 
 
