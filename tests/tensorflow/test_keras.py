@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ import tensorflow as tf
 import commlib
 import commlib.tensorflow as bps
 from commlib.tensorflow.keras import DistributedOptimizer, callbacks, load_model
+from tests.launch import REPOSITORY, Job, run_job
 from tests.tensorflow import message_of, outcomes, results_of
 from tests.tensorflow.test_training import BATCH, OPTIMIZERS, data, mine, network
 
@@ -304,14 +306,6 @@ def scenario_tapes_leave_nothing_behind() -> None:
     assert commlib.api.session().worker.allocated_bytes() <= nbytes + 65536
 
 
-def scenario_cross_device_ops_need_several_devices() -> None:
-    from commlib.tensorflow.distribute import CrossDeviceOps
-
-    error, text = message_of(CrossDeviceOps)
-    assert error == "ValueError"
-    assert "DistributedOptimizer" in text
-
-
 def run() -> dict[str, str]:
     return outcomes({name: scenario for name, scenario in globals().items() if name.startswith("scenario_")})
 
@@ -326,3 +320,34 @@ SCENARIOS: list[str] = [name for name in list(globals()) if name.startswith("sce
 def test(name: str, size: int) -> None:
     for outcome in results_of(run, size):
         assert outcome[name] == "passed", outcome[name]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("example", ["tensorflow_digits.py", "keras_digits.py"])
+def test_examples_learn(example: str) -> None:
+    with Job(REPOSITORY / "examples" / example, hosts=[2]) as job:
+        ended = job.wait(timeout=100)
+    assert [outcome.status for outcome in ended] == [0, 0], "\n".join(map(str, ended))
+    said = ended[0].stdout
+    assert float(re.search(r"test accuracy: (\S+)", said)[1]) >= 0.95  # type: ignore[index]
+    assert "weights identical on all ranks: yes" in said
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("order", [("torch", "tensorflow"), ("tensorflow", "torch")])
+def test_both_adapters_in_one_process(order: tuple[str, str]) -> None:
+    script = f"""
+        import commlib.{order[0]} as first
+        import sys
+        other = {order[1]!r}
+        assert other not in sys.modules, other
+        import commlib.{order[1]} as second
+        import tensorflow as tf, torch
+        import commlib.torch, commlib.tensorflow
+        from tests.launch import give
+        first.init()
+        one = commlib.torch.push_pull(torch.ones(3), op=first.Sum)
+        two = commlib.tensorflow.push_pull(tf.ones(3), op=first.Sum)
+        give((one.tolist(), two.numpy().tolist()))
+    """
+    assert run_job(script, hosts=[2], timeout=100) == [([2.0] * 3, [2.0] * 3)] * 2
