@@ -26,6 +26,7 @@ from harness.sizes import KIB, size_in_words, time_in_words
 from harness.turns import Contender, Turns, checked, slowest, take_turns
 
 SIZES = (64, KIB, 16 * KIB)
+GROUPED = "commlib, in a group"
 TIMEOUT_S = 600
 
 
@@ -39,6 +40,7 @@ def _contenders(others: Joined, count: int, tensors: int) -> list[Contender]:
     runners = [
         _of_commlib(ARENA, [commlib.empty(count, np.float32) for _ in range(tensors)]),
         _of_commlib(ORDINARY, _buffers(count, tensors)),
+        _grouped(_buffers(count, tensors)),
     ]
     if others.mpi is not None:
         runners += _of_mpi(others.mpi, _buffers(count, tensors))
@@ -60,6 +62,13 @@ def _of_commlib(name: str, buffers: list[Any]) -> Contender:
             handle.wait()
 
     return Contender(name, action, checked(buffers, buffers, action))
+
+
+def _grouped(buffers: list[Any]) -> Contender:
+    def action() -> None:
+        commlib.push_pull_group_async_(buffers, name=f"group/{buffers[0].size}", op=commlib.Sum).wait()
+
+    return Contender(GROUPED, action, checked(buffers, buffers, action))
 
 
 def _of_mpi(mpi: Any, buffers: list[Any]) -> list[Contender]:
@@ -129,8 +138,8 @@ def main() -> None:
         report.rows += rows_of("all tensors", case, rounds, size=tensors * size, references=references)
     report.notes += [
         "The time for all tensors: median over the rounds, of the slowest rank. commlib: each is submitted under its "
-        "name, asynchronously, then all are waited for. For Open MPI ranks are bound to a CPU each, as mpirun would; "
-        "for the others they are not."
+        "name, asynchronously, then all are waited for; in a group, all by one call. For Open MPI ranks are bound to a "
+        "CPU each, as mpirun would; for the others they are not."
     ]
     report.finish(draw)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Types of the compiled module; stubtest compares them with it.
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from threading import local
 from typing import Any, Self, final
 
@@ -13,7 +13,8 @@ COLLECTIVE_NAMES: tuple[str, ...]
 _C_API: object
 last_error: local
 
-_Signature = tuple[str, str, str, tuple[int, ...], int | None, str]
+_Shape = tuple[int, ...] | tuple[tuple[int, ...], ...]  # of a tensor, or of each of a group
+_Signature = tuple[str, str, str, _Shape, int | None, str]
 
 def dtype_number(dtype: int | str) -> int: ...
 def table_bytes(local_size: int) -> int: ...
@@ -22,6 +23,9 @@ def streams_of(wiring: Wiring) -> list[list[int]]: ...
 
 @final
 class Buffer: ...
+
+@final
+class Group: ...
 
 @final
 class Key: ...
@@ -70,6 +74,10 @@ class Worker:
         priority: int,
         timeout: float | None,
     ) -> Any: ...
+    def push_pull_group(self, tensors: Iterable[Any], name: str | None, op: int, priority: int) -> Handle: ...
+    def push_pull_group_now(
+        self, tensors: Iterable[Any], name: str | None, op: int, priority: int, timeout: float | None
+    ) -> list[Any]: ...
     def push_pull_ptr(
         self,
         ptr: int,

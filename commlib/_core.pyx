@@ -9,6 +9,7 @@ from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
+from libc.string cimport memcpy
 from libcpp cimport bool
 from libcpp.memory cimport make_shared, shared_ptr
 from libcpp.vector cimport vector
@@ -70,9 +71,6 @@ cdef uint64_t kBriefBytes = 16384
 cdef int kSliceMs = 100
 
 
-cdef str NO_BOOL_AVERAGE = "bool has no average; use op=Sum or Max (or), Product or Min (and)"
-
-
 def dtype_number(dtype) -> int:
     """The number in the core of a dtype given by number or name; UnsupportedError if it is none of the ten."""
     if isinstance(dtype, int) and 0 <= dtype < 10:
@@ -103,6 +101,12 @@ cdef int op_number(object op) except -1:
     return number
 
 
+cdef int check_average(int dtype, int op) except -1:
+    if dtype == 0 and op == kAverage:
+        raise errors.UnsupportedError("bool has no average; use op=Sum or Max (or), Product or Min (and)")
+    return 0
+
+
 @cython.final
 @cython.no_gc  # the memory must outlive whoever still reads it, also in a reference cycle; only operations hold one
 cdef class Buffer:
@@ -119,6 +123,7 @@ cdef class Buffer:
     cdef object owner  # whose memory it is, or what the caller says keeps it alive
     cdef object capsule  # of DLPack
     cdef Buffer target  # of the operation whose source this is: held for as long
+    cdef bint is_group  # `dims` has the shapes of several tensors, before each −1 − its number of dimensions
 
     def __dealloc__(self):
         if self.has_view:
@@ -165,7 +170,18 @@ cdef class Buffer:
         return 0
 
     cdef tuple shape(self):
+        if self.is_group:
+            return self.shapes()
         return tuple([self.dims[i] for i in range(self.ndim)])
+
+    cdef tuple shapes(self):
+        cdef list found = []
+        for i in range(self.ndim):
+            if self.dims[i] < 0:
+                found.append([])
+            else:
+                (<list>found[-1]).append(self.dims[i])
+        return tuple([tuple(one) for one in found])
 
     cdef bint has_shape(self, const vector[int64_t]& shape):
         cdef int i
@@ -290,6 +306,68 @@ cdef int dtype_of_dlpack(int code, int bits, int lanes) noexcept:
 
 
 @cython.final
+cdef class Group:
+    """Tensors that are summed as one: laid one behind the other in one block, and fetched from there afterwards."""
+
+    cdef list buffers  # what holds the tensors' memory
+    cdef vector[char*] addresses
+    cdef vector[size_t] sizes
+    cdef Buffer block
+    cdef object lock  # they are fetched once, whoever waits
+    cdef bint is_over
+
+    cdef int add(self, object tensor) except -1:
+        cdef Buffer buffer = Buffer.of(tensor, True)
+        cdef Buffer first = self.buffers[0] if self.buffers else buffer
+        if buffer.dtype != first.dtype:
+            raise ValueError(f"a group is of one dtype: its first tensor is {DTYPE_NAMES[first.dtype]}, "
+                             f"no. {len(self.buffers)} is {DTYPE_NAMES[buffer.dtype]}")
+        self.buffers.append(buffer)
+        self.addresses.push_back(<char*>buffer.data)
+        self.sizes.push_back(buffer.nbytes())
+        return 0
+
+    cdef int lay(self, object session) except -1:
+        """The tensors into a new block, which speaks of all of them."""
+        cdef Buffer buffer
+        cdef size_t nbytes = 0
+        cdef vector[int64_t] shapes
+        for size in self.sizes:
+            nbytes += size
+        self.block = Buffer.of(session.empty(nbytes, "uint8"), True)
+        self.block.dtype = (<Buffer>self.buffers[0]).dtype
+        self.block.count = nbytes // ITEM_BYTES[self.block.dtype]
+        for buffer in self.buffers:
+            shapes.push_back(-1 - buffer.ndim)
+            shapes.insert(shapes.end(), buffer.dims, buffer.dims + buffer.ndim)
+        self.block.is_group = True
+        self.block.given.swap(shapes)
+        self.block.ndim, self.block.dims = <int>self.block.given.size(), self.block.given.data()
+        with nogil:
+            self.move(True)
+        return 0
+
+    cdef void move(self, bint into) noexcept nogil:
+        cdef char* at = <char*>self.block.data
+        cdef size_t i
+        for i in range(self.sizes.size()):
+            if into:
+                memcpy(at, self.addresses[i], self.sizes[i])
+            else:
+                memcpy(self.addresses[i], at, self.sizes[i])
+            at += self.sizes[i]
+
+    cdef int fetch(self) except -1:
+        """What has become of them, to where they come from."""
+        with self.lock:
+            if not self.is_over:
+                with nogil:
+                    self.move(False)
+                self.is_over = True
+        return 0
+
+
+@cython.final
 cdef class Key:
     """A name: the core's record, and what was last said of it, so that it is said again without work."""
 
@@ -337,6 +415,7 @@ cdef class Handle:
     cdef Worker worker
     cdef object result
     cdef Key key
+    cdef Group group  # whose tensors get the result when somebody waits; None of one tensor
     cdef bint driving  # the thread that is about to wait carries it out
 
     def __dealloc__(self):
@@ -372,6 +451,10 @@ cdef class Handle:
             self.block(self.worker.checked_timeout(timeout))
         self.worker.reap()
         self.worker.check_outcome(self.operation.get(), self.key)
+        cdef Group group = self.group  # another thread may be here, too
+        if group is not None:
+            group.fetch()
+            self.group = None
         return self.result
 
     cdef int block(self, double timeout) except -1:
@@ -532,12 +615,39 @@ cdef class Worker:
         cdef Buffer source = self.prepared(tensor, which, out, in_place)
         return self.carry_out(source, self.result_of(source, tensor), name, kReduce, which, 0, priority, timeout)
 
+    def push_pull_group(self, tensors, name, op, int priority):
+        """The same for several tensors of one dtype, in place, as one operation."""
+        cdef int which = op_number(op)
+        cdef list given = list(tensors)
+        cdef Group group = self.group_of(given, which)
+        cdef Handle handle = self.begin(group.block, given, name, kReduce, which, 0, priority, "")
+        handle.group = group
+        return handle
+
+    def push_pull_group_now(self, tensors, name, op, int priority, timeout):
+        cdef int which = op_number(op)
+        cdef list given = list(tensors)
+        cdef Group group = self.group_of(given, which)
+        self.carry_out(group.block, given, name, kReduce, which, 0, priority, timeout, group)
+        group.fetch()
+        return given
+
+    cdef Group group_of(self, list tensors, int op):
+        if not tensors:
+            raise ValueError("a group has at least one tensor")
+        cdef Group group = Group.__new__(Group)
+        group.buffers, group.lock = [], threading.Lock()
+        for tensor in tensors:
+            group.add(tensor)
+        check_average((<Buffer>group.buffers[0]).dtype, op)
+        group.lay(self.session)
+        return group
+
     def push_pull_ptr(self, uintptr_t ptr, uint64_t count, dtype, out_ptr, name, op, int priority, owner,
                       shape=None, str compression=""):
         cdef int number = dtype_number(dtype)
         cdef int which = op_number(op)
-        if number == 0 and which == kAverage:
-            raise errors.UnsupportedError(NO_BOOL_AVERAGE)
+        check_average(number, which)
         cdef Buffer source = Buffer.at(ptr, count, number, owner)
         if out_ptr is not None:
             source.target = Buffer.at(<uintptr_t>out_ptr, count, number, owner)
@@ -578,8 +688,7 @@ cdef class Worker:
         """The source of a push_pull, with its target if that is another buffer."""
         in_place = in_place or out is tensor
         cdef Buffer source = Buffer.of(tensor, in_place)
-        if source.dtype == 0 and op == kAverage:
-            raise errors.UnsupportedError(NO_BOOL_AVERAGE)
+        check_average(source.dtype, op)
         if not in_place:
             if out is None:
                 out = self.session.empty_for(tensor, source.shape(), DTYPE_NAMES[source.dtype])
@@ -591,10 +700,11 @@ cdef class Worker:
         return tensor if source.target is None else source.target.owner
 
     cdef object carry_out(self, Buffer source, object result, name, int collective, int op, int root, int priority,
-                          timeout):
+                          timeout, Group group=None):
         """Submit, and drive it to its end in this thread where that is possible."""
         cdef shared_ptr[CppOperation] operation
         cdef bint done
+        cdef Handle handle
         cdef Key key = self.submit(source, name, collective, op, root, priority, "", Driver.kCaller, &operation)
         cdef CppOperation* running = operation.get()
         cdef bint driving = running.is_callers
@@ -605,7 +715,9 @@ cdef class Worker:
             with nogil:
                 done = self.core.drive(running[0], kSliceMs) if driving else self.core.wait(running[0], kSliceMs)
         if not done:
-            return self.handle_of(operation, key, result, driving).wait(timeout)
+            handle = self.handle_of(operation, key, result, driving)
+            handle.group = group
+            return handle.wait(timeout)
         self.reap()
         self.check_outcome(running, key)
         return result

@@ -41,6 +41,8 @@ def _on_ranks(ranks: list[int]) -> str:
 def _shown(value: Any) -> str:
     """A value as a Python user would write it."""
     if isinstance(value, tuple):
+        if value and isinstance(value[0], tuple):
+            return f"a group of {len(value)}"
         return f"({value[0]},)" if len(value) == 1 else f"({', '.join(map(str, value))})"
     return "none" if value in (None, "") else str(value)
 
@@ -55,13 +57,17 @@ def judge(name: str, round_number: int, reports: Mapping[int, Signature], size: 
         for rank, value in values.items():
             groups.setdefault(value, []).append(rank)
         if len(groups) > 1:
-            said = "; ".join(f"{_shown(value)} {_on_ranks(ranks)}" for value, ranks in groups.items())
+            subject_of, shown = name_of_field, {value: _shown(value) for value in groups}
+            if len(set(shown.values())) == 1:  # groups of as many tensors: the first of them that is not the same
+                at = next(at for at, shapes in enumerate(zip(*groups, strict=True)) if len(set(shapes)) > 1)
+                subject_of, shown = f"{name_of_field} of no. {at}", {value: _shown(value[at]) for value in groups}
+            said = "; ".join(f"{shown[value]} {_on_ranks(ranks)}" for value, ranks in groups.items())
             rest = f"; nothing was heard from {_on_ranks(silent).removeprefix('on ')}" if silent else ""
             return Verdict(
                 name,
                 round_number,
                 name_of_field,
-                f"{subject}: ranks disagree about {name_of_field}: {said}{rest}",
+                f"{subject}: ranks disagree about {subject_of}: {said}{rest}",
                 values,
             )
     text = f"{subject}: ranks disagree, but {_on_ranks(sorted(reports))} all is the same"

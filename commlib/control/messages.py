@@ -73,7 +73,7 @@ class Signature(Struct, frozen=True):
     collective: Text = ""
     op: Text = ""
     dtype: Text = ""
-    shape: tuple[Count, ...] = ()
+    shape: tuple[Count | tuple[Count, ...], ...] = ()  # of a tensor, or of each of a group
     root: int | None = None
     compression: Text = ""
     group: Text = ""
@@ -230,7 +230,7 @@ class Verdict(Struct, frozen=True, tag=True):
     round: Count
     field: Text
     text: str
-    values: dict[int, tuple[int, ...] | int | str | None]
+    values: dict[int, tuple[int | tuple[int, ...], ...] | int | str | None]
 
 
 class Query(Struct, frozen=True, tag=True):

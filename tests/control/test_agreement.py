@@ -44,6 +44,21 @@ def test_every_field_is_compared(changes: dict[str, Any], field: str, words: str
     assert words in verdict.text
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        (((3,), (2, 2)), ((3,), (4,)), "shape of no. 1: (2, 2) on rank 0; (4,) on rank 1"),
+        (((3,), ()), ((3,), (), ()), "shape: a group of 2 on rank 0; a group of 3 on rank 1"),
+        (((3,),), (3,), "shape: a group of 1 on rank 0; (3,) on rank 1"),
+    ],
+)
+def test_of_groups_only_what_differs_is_said(one: Any, other: Any, words: str) -> None:
+    verdict = judge("t", 1, {0: signature(shape=one), 1: signature(shape=other)}, 2)
+    assert words in verdict.text
+    assert verdict.field == "shape"
+    assert verdict.values == {0: one, 1: other}
+
+
 def test_the_text_does_not_depend_on_the_order_of_reports() -> None:
     said = [(0, signature()), (1, signature(op="sum")), (2, signature()), (3, signature(op="max"))]
     assert len({judge("t", 1, dict(order), 4).text for order in permutations(said)}) == 1
