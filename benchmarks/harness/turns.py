@@ -66,6 +66,8 @@ def take_turns(contenders: Sequence[Contender], *, rounds: int, batch_s: float =
 def _turn(contender: Contender, repeats: int) -> Turn:
     action = contender.action
     with contender.surroundings():
+        if repeats > 1:
+            action()  # what others have left in the caches is not this one's
         commlib.barrier()
         cpu, began = time.process_time(), time.perf_counter()
         for _ in range(repeats):

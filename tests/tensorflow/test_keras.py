@@ -19,6 +19,7 @@ import tensorflow as tf
 
 import commlib
 import commlib.tensorflow as bps
+from commlib.tensorflow.distribute import CrossDeviceOps
 from commlib.tensorflow.keras import DistributedOptimizer, callbacks, load_model
 from tests.launch import REPOSITORY, Job, run_job
 from tests.tensorflow import message_of, outcomes, results_of
@@ -306,6 +307,12 @@ def scenario_tapes_leave_nothing_behind() -> None:
     assert commlib.api.session().worker.allocated_bytes() <= nbytes + 65536
 
 
+def scenario_cross_device_ops_need_several_devices() -> None:
+    error, text = message_of(CrossDeviceOps)
+    assert error == "ValueError"
+    assert "DistributedOptimizer" in text
+
+
 def run() -> dict[str, str]:
     return outcomes({name: scenario for name, scenario in globals().items() if name.startswith("scenario_")})
 
@@ -331,6 +338,90 @@ def test_examples_learn(example: str) -> None:
     said = ended[0].stdout
     assert float(re.search(r"test accuracy: (\S+)", said)[1]) >= 0.95  # type: ignore[index]
     assert "weights identical on all ranks: yes" in said
+
+
+# Two replicas in each process: Keras, and a loop of one's own, against one process on the whole batch.
+REPLICAS = """
+    import numpy as np
+    import tensorflow as tf
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+    )
+    import keras
+    import commlib.tensorflow as bps
+    from commlib.tensorflow.distribute import CrossDeviceOps
+    from commlib.tensorflow.keras import DistributedOptimizer
+    from commlib.tensorflow.keras.callbacks import BroadcastGlobalVariablesCallback
+    from tests.launch import give
+    from tests.tensorflow import message_of
+
+    bps.init()
+    rank, size = bps.rank(), bps.size()
+    BATCH, STEPS = 24, 5
+    random = np.random.default_rng(1)
+    words = random.integers(0, 17, (BATCH * STEPS, 3)).astype("int32")
+    numbers = random.standard_normal((BATCH * STEPS, 5)).astype("float32")
+    y = random.standard_normal((BATCH * STEPS, 2)).astype("float32")
+    share = BATCH // size
+    mine = np.concatenate([np.arange(step * BATCH + rank * share, step * BATCH + (rank + 1) * share)
+                           for step in range(STEPS)])
+
+    def network(seed):
+        keras.utils.set_random_seed(seed)
+        first, second = keras.Input((3,), dtype="int32"), keras.Input((5,))
+        embedded = keras.layers.Flatten()(keras.layers.Embedding(17, 3)(first))
+        hidden = keras.layers.Dense(7, "tanh")(keras.layers.Concatenate()([embedded, second]))
+        return keras.Model([first, second], keras.layers.Dense(2)(hidden))
+
+    def fitted(model, rows, batch, callbacks=()):
+        # Linear in the gradients: Keras's Adam does not sum slices of one row before it squares them.
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        model.fit([words[rows], numbers[rows]], y[rows], batch_size=batch, shuffle=False, verbose=0,
+                  callbacks=list(callbacks))
+        return model.get_weights()
+
+    truth = fitted(network(0), slice(None), BATCH)
+    for sparse_as_dense in (False, True):
+        strategy = tf.distribute.MirroredStrategy(
+            ["CPU:0", "CPU:1"], cross_device_ops=CrossDeviceOps(sparse_as_dense=sparse_as_dense)
+        )
+        with strategy.scope():
+            model = network(rank)
+            got = fitted(model, mine, share, [BroadcastGlobalVariablesCallback(0)])
+        for weights, expected in zip(got, truth, strict=True):
+            np.testing.assert_allclose(weights, expected, rtol=1e-5, atol=1e-6)
+
+    def replica():
+        context = tf.distribute.get_replica_context()
+        number = 10.0 * rank + tf.cast(context.replica_id_in_sync_group, tf.float32)
+        values = [tf.fill((3,), number), tf.fill((2, 2), number + 1)]
+        return context.all_reduce("SUM", values), context.all_reduce("MEAN", values[0])
+
+    every = [10.0 * r + n for r in range(size) for n in range(2)]
+    for run in (strategy.run, tf.function(strategy.run)):
+        for again in range(3):
+            (three, four), mean = run(replica)
+            for value in strategy.experimental_local_results(three):
+                assert value.numpy().tolist() == [2 * np.mean(every)] * 3
+            for value in strategy.experimental_local_results(four):
+                assert np.all(value.numpy() == 2 * np.mean(every) + 2)
+            for value in strategy.experimental_local_results(mean):
+                assert np.all(value.numpy() == np.mean(every))
+
+    with strategy.scope():
+        model = network(0)
+        model.compile(DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        error, text = message_of(lambda: model.fit([words[:8], numbers[:8]], y[:8], verbose=0))
+    assert "CrossDeviceOps()" in text, text
+    give([weights.tobytes() for weights in got])
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_several_replicas_a_process(size: int) -> None:
+    results = run_job(REPLICAS, hosts=[size], timeout=200)
+    assert results == [results[0]] * size
 
 
 @pytest.mark.soak

@@ -70,8 +70,8 @@ class _DistributedOptimizer:
             )
         if tf.distribute.get_strategy().num_replicas_in_sync > 1:
             raise UnsupportedError(
-                "DistributedOptimizer is for one replica a process: start a process for each, and use no "
-                "tf.distribute strategy of several"
+                "DistributedOptimizer is for one replica a process; give a MirroredStrategy of several "
+                "cross_device_ops=commlib.tensorflow.distribute.CrossDeviceOps(), and use the plain optimizer"
             )
         state.is_reached = False
         super().apply(grads, trainable_variables)  # type: ignore[misc]
