@@ -61,9 +61,15 @@ def mine(*arrays: Any) -> list[Any]:
     return parts
 
 
-def assert_same(model: Any, reference: Any, tolerance: float = 1e-5) -> None:
-    for one, other in zip(model.weights, reference.weights, strict=True):
-        a, b = one.numpy(), other.numpy()
+def trained_alone(train: Callable[[], Any]) -> list[Any]:
+    """The weights of the model that `train` returns, in one process: of rank 0, for all."""
+    weights = [weight.numpy() for weight in train().weights] if bps.rank() == 0 else None
+    return list(bps.broadcast_object(weights, 0))
+
+
+def assert_same(model: Any, reference: list[Any], tolerance: float = 1e-5) -> None:
+    for one, b in zip(model.weights, reference, strict=True):
+        a = one.numpy()
         assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b), (one.path, np.linalg.norm(a - b))
         first = bps.broadcast(tf.constant(a), 0).numpy()
         assert np.array_equal(a, first), f"{one.path} is not the same on rank {bps.rank()}"
@@ -71,8 +77,8 @@ def assert_same(model: Any, reference: Any, tolerance: float = 1e-5) -> None:
 
 def loop(
     model: Any, optimizer: Any, x: Any, y: Any, *, size: int, run: Callable[..., Any], wrap: Callable[..., Any]
-) -> None:
-    """A loop of one's own over batches."""
+) -> Any:
+    """A loop of one's own over batches; returns the model."""
 
     def step(x: Any, y: Any) -> None:
         with tf.GradientTape() as tape:
@@ -84,13 +90,17 @@ def loop(
     count = BATCH // size
     for begin in range(0, len(x), count):
         step(tf.constant(x[begin : begin + count]), tf.constant(y[begin : begin + count]))
+    return model
 
 
 def scenario_loops_of_one_s_own() -> None:
     for make, of_words in ((network, False), (words, True)):
         x, y = data(STEPS, of_words)
-        reference = make()
-        loop(reference, OPTIMIZERS["sgd"](), x, y, size=1, run=lambda f: f, wrap=lambda tape: tape)
+
+        def alone(make: Any = make, x: Any = x, y: Any = y) -> Any:
+            return loop(make(), OPTIMIZERS["sgd"](), x, y, size=1, run=tf.function, wrap=lambda tape: tape)
+
+        reference = trained_alone(alone)
         for run in (lambda f: f, tf.function):
             for options in ({}, {"sparse_as_dense": True}):
                 model = make()
@@ -106,7 +116,8 @@ def scenario_loops_of_one_s_own() -> None:
 
 def fit(model: Any, optimizer: Any, x: Any, y: Any, *, size: int, **options: Any) -> Any:
     model.compile(optimizer, "mse", **options)
-    return model.fit(x, y, batch_size=BATCH // size, shuffle=False, verbose=0)
+    model.fit(x, y, batch_size=BATCH // size, shuffle=False, verbose=0)
+    return model
 
 
 def equals(
@@ -117,10 +128,8 @@ def equals(
     **options: Any,
 ) -> None:
     x, y = data(STEPS, of_words)
-    reference, model = make(), make()
-    fit(reference, optimizer(), x, y, size=1, **options)
-    wrapped = DistributedOptimizer(optimizer())
-    fit(model, wrapped, *mine(x, y), size=bps.size(), **options)
+    reference = trained_alone(lambda: fit(make(), optimizer(), x, y, size=1, **options))
+    model = fit(make(), DistributedOptimizer(optimizer()), *mine(x, y), size=bps.size(), **options)
     assert_same(model, reference, tolerance)
 
 
@@ -153,8 +162,7 @@ def scenario_embeddings() -> None:
 def scenario_loss_scale() -> None:
     scale = keras.optimizers.LossScaleOptimizer
     x, y = data(STEPS)
-    reference = network()
-    fit(reference, scale(OPTIMIZERS["sgd"](), initial_scale=64.0), x, y, size=1)
+    reference = trained_alone(lambda: fit(network(), scale(OPTIMIZERS["sgd"](), initial_scale=64.0), x, y, size=1))
     outside, inside = network(), network()
     fit(outside, DistributedOptimizer(scale(OPTIMIZERS["sgd"](), initial_scale=64.0)), *mine(x, y), size=bps.size())
     assert_same(outside, reference)
@@ -169,8 +177,7 @@ def scenario_one_rank_has_an_infinity() -> None:
     hurt_x = x.copy()
     hurt_x[2 * BATCH] = np.inf  # of rank 0, in the third batch
     kept = np.concatenate([x[: 2 * BATCH], x[3 * BATCH :]]), np.concatenate([y[: 2 * BATCH], y[3 * BATCH :]])
-    reference = network()
-    fit(reference, OPTIMIZERS["sgd"](), *kept, size=1)
+    reference = trained_alone(lambda: fit(network(), OPTIMIZERS["sgd"](), *kept, size=1))
     for make in (
         lambda: DistributedOptimizer(scale(OPTIMIZERS["sgd"]())),
         lambda: scale(DistributedOptimizer(OPTIMIZERS["sgd"]())),
