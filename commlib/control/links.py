@@ -47,10 +47,11 @@ class SchedulerOptions:
 class Links:
     """A ROUTER and its connections.
 
-    ZeroMQ's monitor names descriptors, and its messages say from which descriptor they came. A descriptor's number is
-    used again soon after it is closed, and events and messages come through different queues. But ZeroMQ reports a
-    hang-up before it closes the descriptor; so when a message has come, the events of all earlier connections with the
-    same number are already there, and are read first.
+    ZeroMQ's monitor names descriptors, and its messages say from which descriptor they came; events and messages come
+    through different queues, and a descriptor's number is used again soon after it is closed. But ZeroMQ reports a
+    hang-up after the last message of that connection and before it closes the descriptor, and a new connection says
+    nothing before this thread has answered for its key. So before it answers, the hang-ups are noted that came before
+    the question, and all messages are read that are there; then those hang-ups are passed on.
     """
 
     def __init__(self, options: SchedulerOptions) -> None:
@@ -59,9 +60,9 @@ class Links:
         self._zap = Zap(self._context, options.keys)
         self._router = self._context.socket(zmq.ROUTER)
         _configure(self._router, options)
-        self._monitor = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self._open: set[int] = set()
+        self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._identities: dict[int, bytes] = {}
+        self._closed: list[int] = []  # descriptors of those who have hung up, and may have said something before
 
     def bind(self) -> str:
         """Listen at the first free address; returns it, with the port that was chosen where any would do.
@@ -109,36 +110,38 @@ class Links:
 
     def events(self) -> Iterator[tuple[bytes, m.FromMember | None]]:
         """What has happened, a bounded batch: (member, what it says), or (member, None) when it has hung up."""
-        while self._zap.socket.poll(0):
+        left = BATCH
+        while left > 0:
+            is_asked = self._zap.is_asked()
+            self._closed += [descriptor for _, descriptor in take_events(self._monitor)]
+            while left > 0 and (frames := self._receive()) is not None:
+                left -= 1
+                identity = frames[0].bytes
+                self._identities[int(frames[-1].get(zmq.SRCFD))] = identity
+                try:
+                    yield identity, m.decode_from_member(frames[1].buffer if len(frames) == 2 else b"")
+                except m.MalformedMessage as error:
+                    log.warning("a malformed message from a member of the job: %s", error)
+                    self.send(identity, m.Error(f"malformed message: {error}"))
+            if left == 0:
+                return
+            closed, self._closed = self._closed, []
+            for descriptor in closed:
+                if (gone := self._identities.pop(descriptor, None)) is not None:
+                    yield gone, None
+            if not is_asked:
+                return
             self._zap.answer()
-        for _ in range(BATCH):
-            try:
-                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                break
-            identity, descriptor = frames[0].bytes, int(frames[-1].get(zmq.SRCFD))
-            gone = list(self._hung_up())
-            yield from (hung_up for hung_up in gone if hung_up[0] != identity)
-            stands = descriptor in self._open and (identity, None) not in gone
-            if stands:
-                self._identities[descriptor] = identity
-            try:
-                yield identity, m.decode_from_member(frames[1].buffer if len(frames) == 2 else b"")
-            except m.MalformedMessage as error:
-                log.warning("a malformed message from a member of the job: %s", error)
-                self.send(identity, m.Error(f"malformed message: {error}"))
-            if not stands:
-                yield identity, None
-        yield from self._hung_up()
 
-    def _hung_up(self) -> Iterator[tuple[bytes, None]]:
-        for event, descriptor in take_events(self._monitor):
-            if event == zmq.EVENT_ACCEPTED:
-                self._open.add(descriptor)
-                continue
-            self._open.discard(descriptor)
-            if (identity := self._identities.pop(descriptor, None)) is not None:
-                yield identity, None
+    def _receive(self) -> list[zmq.Frame] | None:
+        try:
+            return self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+
+    def has_more(self) -> bool:
+        """Whether `events` has something that makes no socket readable."""
+        return bool(self._closed) or self._zap.is_asked()
 
     def send(self, identity: bytes, message: m.FromScheduler) -> None:
         """Say something to one member."""

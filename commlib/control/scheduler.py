@@ -119,6 +119,8 @@ class Scheduler:
     # --- Time
 
     def _timeout_ms(self) -> int | None:
+        if self._links.has_more():
+            return 0
         deadlines = (self._end, self._verdicts.next_deadline(), self._stalls.next_deadline())
         soonest = min((deadline for deadline in deadlines if deadline is not None), default=None)
         return None if soonest is None else max(0, int((soonest - time.monotonic()) * 1000) + 1)

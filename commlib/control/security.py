@@ -158,11 +158,19 @@ class Zap:
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind(self.ADDRESS)
+        self._request: list[bytes] | None = None
+
+    def is_asked(self) -> bool:
+        """Take a request, if there is one. It has to be answered before another can be taken."""
+        if self._request is None and self.socket.poll(0):
+            self._request = self.socket.recv_multipart()
+        return self._request is not None
 
     def answer(self) -> None:
-        """Answer one request. Call it when `socket` is readable."""
+        """Answer the request that was taken."""
         # version, request, domain, address, routing id, mechanism, and for CURVE the client's public key
-        frames = self.socket.recv_multipart()
+        assert self._request is not None
+        frames, self._request = self._request, None
         version, request = (*frames, b"", b"")[:2]
         allowed = len(frames) == 7 and frames[5] == b"CURVE" and hmac.compare_digest(frames[6], self._allowed)
         if not allowed:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import threading
 import time
 from typing import Any
 
@@ -233,6 +234,41 @@ def test_a_host_that_nobody_knows_is_explained() -> None:
     with pytest.raises(ConfigError, match=r"'no-such-host.invalid' is unknown"):
         links.bind()
     links.close()
+
+
+def test_last_words_are_heard_before_the_hanging_up() -> None:
+    count = 300
+    keys = derive_keys(b"secret", "job")
+    heard: dict[bytes, list[m.FromMember | None]] = {}
+    with zmq.Context() as context:
+        links = Links(SchedulerOptions(job="job", keys=keys, addresses=("127.0.0.1:0",)))
+        address = links.bind()
+
+        def speak() -> None:
+            for _ in range(count):
+                line = Line(context, address, keys, 30.0)
+                while not line.is_up:
+                    line.monitor.poll(1000)
+                    line.watch()
+                for word in ("first", "last"):
+                    line.send(m.Probe(word))
+                line.close(flush=True)
+
+        speakers = [threading.Thread(target=speak) for _ in range(2)]
+        for speaker in speakers:
+            speaker.start()
+        poller = zmq.Poller()
+        for socket in links.sockets():
+            poller.register(socket, zmq.POLLIN)
+        deadline = time.monotonic() + LIMIT_S
+        while sum(words[-1] is None for words in heard.values()) < 2 * count and time.monotonic() < deadline:
+            poller.poll(0 if links.has_more() else 100)
+            for identity, message in links.events():
+                heard.setdefault(identity, []).append(message)
+        for speaker in speakers:
+            speaker.join()
+        links.close()
+    assert list(heard.values()) == [[m.Probe("first"), m.Probe("last"), None]] * (2 * count)
 
 
 # --- What members ask

@@ -57,7 +57,7 @@ def check_losses(
     for outcome in outcomes:
         loss = outcome.value
         assert isinstance(loss, Loss), outcome
-        assert loss.rank == rank, outcome
+        assert loss.rank == rank, f"{loss.text}\n{outcome}"
         assert loss.host == socket.gethostname(), outcome
         assert who in loss.text, outcome
         assert word in loss.text, outcome
