@@ -34,11 +34,11 @@ help: ## What can be made
 demo: $(VENV)/.demo ## Train a small network in two processes
 	$(IN_VENV) commlib run -n 2 -- python examples/torch_digits.py
 
-# Two tests at once: most of the time of most of them is spent waiting.
+# More tests at once than there are CPUs: most of the time of most of them is spent waiting.
 test: $(VENV)/.test ## All tests but the long ones
 	@tools/system_packages
 	$(MAKE) -C tests/native check
-	$(IN_VENV) python -m pytest --numprocesses 2 $(PYTEST_ARGS)
+	$(IN_VENV) python -m pytest --numprocesses 3 $(PYTEST_ARGS)
 
 lint: $(VENV)/.lint ## Everything that can be seen without running the code
 	@failed=0; export $(IN_VENV); run() { echo "$$1 $$2"; "$$@" || failed=1; }; \

@@ -19,7 +19,7 @@ enum class FrameKind : std::uint8_t {
   kAbort = 7,   // anybody → anybody: a member is lost; the job is over
   kBeat = 8,    // "I live"
   kBye = 9,     // nothing follows on this stream; end of file after it is not a failure
-  kLeft = 10,   // host → everybody: one of my ranks (`member`) has left, I announce nothing more
+  kLeft = 10,   // anybody → everybody: `member`, a rank of mine or another's, has left, and I announce nothing more
 };
 
 // Which collective a READY announces. kAccumulate is one only for the ranks of a host; see server/engine.hpp.
@@ -47,7 +47,7 @@ struct Frame {
   Collective collective{};          // READY, EAGER, PUSH
   std::uint8_t code = 0;            // FAIL: Errc. ABORT: cause
   std::int32_t priority = 0;        // READY, EAGER
-  // Broadcast: node of the root; accumulate: the sender's. ABORT, FAIL: who (global rank, or kServerBit | index).
+  // Broadcast: node of the root; accumulate: the sender's. ABORT, FAIL, LEFT: who (global rank, or kServerBit | index).
   std::uint32_t member = 0;
   std::uint32_t whole = 0;  // READY, EAGER: 1 if the whole tensor goes to the owner of its first byte
 };

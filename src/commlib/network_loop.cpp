@@ -5,6 +5,9 @@
 // When the job fails, whoever finds out first writes the epoch word of its host. Every network loop that sees it queues
 // ABORT to every peer, gives that a moment to leave, then closes the transport and lets the exchange fail what it holds.
 // Only then is no memory of the user's referred to any more, and only then do its operations complete.
+//
+// Who leaves in order may do so because another has left, and it could not go on. It says so with LEFT before BYE, so that
+// what fails elsewhere for want of either names the one with whom it began, in whatever order the two are heard.
 #include "commlib/network_loop.hpp"
 
 #include <sys/timerfd.h>
@@ -63,7 +66,7 @@ int NetworkLoop::do_work() {
     done += transport_->do_work();
     done += deliver_own();
     // Nothing can be said after BYE, so ABORT goes first.
-    if (finishing_.load(std::memory_order_acquire) != 0 && !table_.aborted()) finish_transport();
+    if (finishing_.load(std::memory_order_acquire) != 0 && !table_.aborted()) leave();
     if (transport_->finished() && finished_.exchange(1, std::memory_order_acq_rel) == 0)
       futex_wake(finished_, INT32_MAX);
   } else if (exchange_ != nullptr) {
@@ -71,6 +74,19 @@ int NetworkLoop::do_work() {
   }
   look_at_epoch();
   return done;
+}
+
+void NetworkLoop::leave() noexcept {
+  const std::uint32_t first = table_.first_leaver();
+  const bool is_first_time = !std::exchange(leaving_, true);
+  for (PeerId peer = 0; is_first_time && first != Failure::kNobody && peer < peers(); ++peer) {
+    if (peer == options_.self || closed_[peer]) continue;
+    OutFrame left;
+    left.frame.kind = FrameKind::kLeft;
+    left.frame.member = first;
+    egress_->push(peer, left, 0);
+  }
+  finish_transport();
 }
 
 void NetworkLoop::finish_transport() noexcept {
@@ -104,12 +120,15 @@ Errc NetworkLoop::on_header(PeerId peer, const Frame& frame, std::byte** into) n
 
 Errc NetworkLoop::on_frame(PeerId peer, const Frame& frame) noexcept {
   if (is_for_owner(frame.kind)) return engine_->on_frame(peer, frame);
+  if (frame.kind == FrameKind::kFail && frame.code == static_cast<std::uint8_t>(Errc::kPeerLost))
+    table_.note_leaver(frame.member);
   if (is_from_owner(frame.kind)) return exchange_ != nullptr ? exchange_->on_frame(peer, frame) : Errc::kInternal;
   switch (frame.kind) {
     case FrameKind::kBeat:
       return Errc::kOk;
     case FrameKind::kLeft:
-      engine_->on_peer_left(peer, frame.member);
+      table_.note_leaver(frame.member);
+      engine_->on_peer_left(peer, table_.first_leaver());
       return Errc::kOk;
     case FrameKind::kAbort:
       if (frame.code > static_cast<std::uint8_t>(Cause::kUnreadable)) return Errc::kInternal;
@@ -136,8 +155,9 @@ void NetworkLoop::on_closed(PeerId peer, Errc code, int os_error) noexcept {
   if (finishing_.load(std::memory_order_acquire) != 0 || table_.aborted()) {
     // A peer closes because we leave: it owes us nothing, and what is in flight here ends with our own shutdown, or has failed.
   } else if (code == Errc::kOk) {
-    engine_->on_peer_left(peer, member);
-    if (exchange_ != nullptr) exchange_->on_peer_left(peer, member);
+    table_.note_leaver(member);
+    engine_->on_peer_left(peer, table_.first_leaver());
+    if (exchange_ != nullptr) exchange_->on_peer_left(peer, table_.first_leaver());
   } else if (os_error == EFAULT) {
     table_.abort(options_.member_of_peer[options_.self],
                  Cause::kUnreadable);  // the connection is good, a buffer here is not

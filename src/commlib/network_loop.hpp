@@ -54,6 +54,7 @@ class NetworkLoop : public Loop, private FrameSink {
   void on_closed(PeerId peer, Errc code, int os_error) noexcept override;
 
   int deliver_own() noexcept;
+  void leave() noexcept;
   void finish_transport() noexcept;
   int tick() noexcept;
   void look_at_epoch() noexcept;
@@ -75,6 +76,7 @@ class NetworkLoop : public Loop, private FrameSink {
   bool timer_rang_ = false;
   std::vector<bool> closed_;             // by peer
   std::vector<std::int64_t> silent_ms_;  // by peer: as far as we were awake ourselves
+  bool leaving_ = false;                 // in order: all that has to be said before BYE has been said
   std::atomic<std::uint32_t> finishing_{0};
   std::atomic<std::uint32_t> finished_{0};  // futex word of wait_finished
   std::int64_t giving_up_since_ms_ = -1;    // ABORT has been queued

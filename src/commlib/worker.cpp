@@ -541,7 +541,7 @@ void Worker::State::shutdown(int timeout_ms) noexcept {
   std::vector<RowIndex> in_flight;
   tasks.rows(&in_flight);
   if (!in_flight.empty()) give_up_job();
-  table.leave();
+  table.leave(options.rank);
   if (exchange != nullptr) {
     network.finish();
     if (options.threads) network.wait_finished(timeout_ms);

@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <algorithm>
 #include <cstring>
 
 #include "loops/plan.hpp"
@@ -19,12 +18,18 @@ void announce_to_others(const LocalContext& context, const PartTask& task, News 
   context.table.announce_all(task.row_index, context.local_rank, news);
 }
 
-// The first rank that has left without arriving, or −1.
-int missing_and_gone(const LocalContext& context, const PartTask& task) noexcept {
+bool has_anyone_left(const LocalContext& context) noexcept {
   for (std::uint32_t rank = 0; rank < context.local_size; ++rank) {
-    if (context.table.has_left(rank) && !task.row.has_arrived(rank, round_of(task))) return static_cast<int>(rank);
+    if (context.table.has_left(rank)) return true;
   }
-  return -1;
+  return false;
+}
+
+bool is_anyone_missing_and_gone(const LocalContext& context, const PartTask& task) noexcept {
+  for (std::uint32_t rank = 0; rank < context.local_size; ++rank) {
+    if (context.table.has_left(rank) && !task.row.has_arrived(rank, round_of(task))) return true;
+  }
+  return false;
 }
 
 // Is the round over, with success, as far as this row can tell?
@@ -107,9 +112,7 @@ Errc stage_in(LocalContext& context, PartTask& task) noexcept {
 // A slice once claimed is nobody else's: if it cannot be done the job is over. A neighbour that has died is found, and named,
 // by the watch; one that has shut down has taken its memory with it; anything else is ours to tell.
 Errc lost_slice(const LocalContext& context, Errc code) noexcept {
-  for (std::uint32_t rank = 0; rank < context.local_size; ++rank) {
-    if (context.table.has_left(rank)) context.table.abort(context.global_ranks[rank], Cause::kLeft);
-  }
+  if (has_anyone_left(context)) context.table.abort(context.table.first_leaver(), Cause::kLeft);
   if (code != Errc::kPeerLost) context.table.abort(context.global_ranks[context.local_rank], Cause::kInternal);
   return Errc::kAgain;
 }
@@ -220,9 +223,7 @@ Failure failure_of(const LocalContext& context, const PartTask& task) noexcept {
   if (task.in_exchange.load(std::memory_order_acquire)) return {};
   if (context.table.aborted()) return {Errc::kPeerLost, context.table.aborted_member()};
   if (const Failure failure = task.row.failure(round_of(task)); failure.code != Errc::kOk) return failure;
-  if (const int gone = missing_and_gone(context, task); gone >= 0) {
-    return {Errc::kPeerLost, context.global_ranks[static_cast<std::uint32_t>(gone)]};
-  }
+  if (is_anyone_missing_and_gone(context, task)) return {Errc::kPeerLost, context.table.first_leaver()};
   // Another part has failed: this one will never be complete if the ranks do not even agree about it. A part for which
   // all have arrived and agree runs to its end.
   const std::uint64_t word = task.operation->first_failure.load(std::memory_order_acquire);
@@ -240,8 +241,7 @@ void finish(LocalContext& context, PartTask& task, Failure failure) noexcept {
     // Who arrives here later in this round must not take us for one who will carry it out.
     task.row.fail(round_of(task), failure);
     announce_to_others(context, task);
-    const bool is_ours = std::ranges::find(context.global_ranks, failure.member) != context.global_ranks.end();
-    if (failure.code == Errc::kPeerLost && is_ours && context.exchange != nullptr)
+    if (failure.code == Errc::kPeerLost && context.exchange != nullptr && has_anyone_left(context))
       context.exchange->leave(failure.member);
     // The other parts of the operation have to look at themselves; each has its own holder.
     Operation& operation = *task.operation;

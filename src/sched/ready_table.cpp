@@ -179,6 +179,7 @@ ReadyTable::ReadyTable(Segment& segment, std::uint32_t local_rank, std::uint32_t
   COMMLIB_CHECK(segment.bytes() >= bytes_needed(local_size));
   // Zeros are a valid value of all of these types, so mapping is constructing.
   epoch_ = reinterpret_cast<std::atomic<std::uint64_t>*>(segment.data());
+  first_leaver_ = epoch_ + 1;
   statuses_ = reinterpret_cast<RankStatus*>(segment.data() + kPage);
   rows_ = segment.data() + kPage + statuses_bytes(local_size);
   copies_ = rows_ + rows_bytes(local_size);
@@ -306,7 +307,19 @@ Cause ReadyTable::aborted_cause() const noexcept {
   return static_cast<Cause>((epoch_->load(std::memory_order_acquire) >> 32) & 0xFF);
 }
 
-void ReadyTable::leave() const noexcept {
+void ReadyTable::note_leaver(std::uint32_t member) const noexcept {
+  std::uint64_t none = 0;
+  first_leaver_->compare_exchange_strong(none, kEpochBit | member, std::memory_order_acq_rel,
+                                         std::memory_order_relaxed);
+}
+
+std::uint32_t ReadyTable::first_leaver() const noexcept {
+  const std::uint64_t word = first_leaver_->load(std::memory_order_acquire);
+  return word != 0 ? static_cast<std::uint32_t>(word) : Failure::kNobody;
+}
+
+void ReadyTable::leave(std::uint32_t member) const noexcept {
+  note_leaver(member);
   statuses_[local_rank_].left.store(1, std::memory_order_release);
   ring_all();
 }

@@ -230,15 +230,19 @@ class ReadyTable {
   [[nodiscard]] std::uint32_t aborted_member() const noexcept;
   [[nodiscard]] Cause aborted_cause() const noexcept;
 
-  // This rank leaves in order; the others are rung, so that what waits for it can fail.
-  void leave() const noexcept;
+  // This rank, `member` of the job, leaves in order; the others are rung, so that what waits for it can fail.
+  void leave(std::uint32_t member) const noexcept;
   [[nodiscard]] bool has_left(std::uint32_t local_rank) const noexcept;
+  // The first member of the job to leave, as far as this host knows; kNobody: none has. Others may leave because it has.
+  void note_leaver(std::uint32_t member) const noexcept;
+  [[nodiscard]] std::uint32_t first_leaver() const noexcept;
   void ring_all() const noexcept;
 
  private:
   std::uint32_t local_rank_;
   std::uint32_t local_size_;
-  std::atomic<std::uint64_t>* epoch_;  // 0, or 1 << 63 | cause << 32 | member
+  std::atomic<std::uint64_t>* epoch_;         // 0, or 1 << 63 | cause << 32 | member
+  std::atomic<std::uint64_t>* first_leaver_;  // 0, or 1 << 63 | member
   RankStatus* statuses_;
   std::byte* rows_;
   std::size_t row_bytes_;

@@ -414,6 +414,83 @@ TEST_CASE("what a rank that has left never submitted fails on the others, and na
   }
 }
 
+TEST_CASE("of several that have left, one because of the other, the one with whom it began is named") {
+  for (const std::vector<std::uint32_t>& shape : {std::vector<std::uint32_t>{3}, {1, 1, 1}, {2, 1}, {1, 2}, {2, 2}}) {
+    std::uint32_t size = 0;
+    for (const std::uint32_t ranks : shape) size += ranks;
+    for (std::uint32_t first = 0; first < size; ++first) {
+      CAPTURE(shape.size());
+      CAPTURE(first);
+      Job job({.ranks_per_host = shape});
+      job.worker(first).shutdown(2'000);
+      // All others find out. Another one leaves, and the rest find several gone.
+      for (std::uint32_t gone = 1; gone < size; ++gone) {
+        const Job::Name name = job.declare("t" + std::to_string(gone), 4'000);
+        std::vector<std::shared_ptr<Operation>> operations(size);
+        std::vector<Tensor> tensors(size);
+        const auto rest = [&](auto act) {
+          for (std::uint32_t step = gone; step < size; ++step) act((first + size - step) % size);
+        };
+        rest([&](std::uint32_t rank) {
+          tensors[rank] = make(job.worker(rank), 1'000, 4, true);
+          operations[rank] =
+              submit(job.worker(rank), request_of(Job::record(name), tensors[rank], DType::kFloat32, Driver::kLoop));
+        });
+        rest([&](std::uint32_t rank) {
+          REQUIRE(carry_out(job.worker(rank), *operations[rank], kTimeoutMs));
+          CHECK(operations[rank]->completion.failure().code == Errc::kPeerLost);
+          CHECK(operations[rank]->completion.failure().member == first);
+          reap_all(job.worker(rank));
+        });
+        job.worker((first + size - gone) % size).shutdown(2'000);
+      }
+    }
+  }
+}
+
+TEST_CASE("who leaves because another has left says so, and is believed") {
+  const auto frames_from = [](const Fd& socket) {
+    std::vector<Frame> frames;
+    for (Frame frame; ::recv(socket.get(), &frame, sizeof frame, MSG_WAITALL) == sizeof frame;) {
+      REQUIRE(frame.payload_bytes == 0);
+      frames.push_back(frame);
+    }
+    return frames;
+  };
+  const auto fails_for = [](Job& job, std::uint32_t rank) {
+    const Job::Name name = job.declare("t", 4'000);
+    Tensor tensor = make(job.worker(rank), 1'000, 4, true);
+    const auto operation =
+        submit(job.worker(rank), request_of(Job::record(name), tensor, DType::kFloat32, Driver::kLoop));
+    REQUIRE(carry_out(job.worker(rank), *operation, kTimeoutMs));
+    REQUIRE(operation->completion.failure().code == Errc::kPeerLost);
+    reap_all(job.worker(rank));
+    return operation->completion.failure().member;
+  };
+  {
+    Job job({.ranks_per_host = {1, 1, 1}, .last_host_is_raw = true});
+    job.worker(1).shutdown(100);
+    CHECK(fails_for(job, 0) == 1);
+    job.worker(0).shutdown(100);
+    const std::vector<Frame> said = frames_from(job.raw()[0][0]);
+    REQUIRE(said.size() >= 2);
+    CHECK(said.back().kind == FrameKind::kBye);
+    CHECK(said[said.size() - 2].kind == FrameKind::kLeft);
+    CHECK(said[said.size() - 2].member == 1);
+  }
+  {
+    Job job({.ranks_per_host = {1, 1, 1}, .last_host_is_raw = true});
+    for (const FrameKind kind : {FrameKind::kLeft, FrameKind::kBye}) {
+      Frame frame;
+      frame.kind = kind;
+      frame.member = 1;  // who is still there
+      REQUIRE(::send(job.raw()[0][0].get(), &frame, sizeof frame, 0) == sizeof frame);
+    }
+    job.raw()[0][0].reset();
+    CHECK(fails_for(job, 0) == 1);
+  }
+}
+
 TEST_CASE("a rank that breaks off what it has submitted ends the job for all") {
   for (const std::vector<std::uint32_t>& shape : {std::vector<std::uint32_t>{2}, {3}, {1, 1}, {2, 1}, {2, 2}}) {
     std::uint32_t size = 0;
