@@ -64,7 +64,7 @@ wheel: $(VENV)/.lint ## Source distribution and wheel, in dist/
 bench: $(VENV)/.bench ## Measure it on this machine beside others, into benchmarks/results/
 	$(IN_VENV) commlib bench $(BENCH_ARGS)
 	@mkdir -p benchmarks/results; failed=0; export $(IN_VENV); \
-	for name in local many_tensors scaling network overlap optimizer_step idle; do \
+	for name in local many_tensors scaling network overlap optimizer_step tensorflow_step idle; do \
 	  case $$name in network|overlap) [ "$$(id -u)" -eq 0 ] || { echo "not measured: $$name needs root"; continue; };; esac; \
 	  echo; echo "python benchmarks/$$name.py $(BENCHMARK_ARGS)"; \
 	  python benchmarks/$$name.py $(BENCHMARK_ARGS) \
@@ -107,7 +107,7 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/.core
 	@touch $@
 
 $(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/.core
-	$(PIP) --no-build-isolation --editable '.[bench]'
+	$(PIP) --no-build-isolation --editable '.[bench]' tensorflow-cpu
 	@touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.core
@@ -115,7 +115,7 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.core
 	@touch $@
 
 $(VENV)/.soak: pyproject.toml constraints.txt | $(VENV)/.test
-	$(PIP) --no-build-isolation --editable '.[test,tensorflow]'
+	$(PIP) --no-build-isolation --editable '.[test]' tensorflow-cpu
 	@touch $@
 
 $(VENV)/.lint: pyproject.toml constraints.txt | $(VENV)/.core

@@ -307,12 +307,13 @@ class Job:
             env = environment(*settings, {_RESULT: str(folder / "result"), _EVENTS: str(events_write)})
             popen: subprocess.Popen[bytes] | zygote.Forked
             with open(folder / "stdout", "wb") as stdout, open(folder / "stderr", "wb") as stderr:
-                framework = zygote.framework_of(argv[1], env) if is_worker and self.lab is None else None
-                if framework is not None:
-                    popen = zygote.of(framework, len(self.workers)).fork(
+                preloaded = zygote.preloaded_for(argv[1], env) if is_worker else None
+                if preloaded is not None:
+                    popen = zygote.of(preloaded, len(self.workers)).fork(
                         argv[1:],
                         env=env,
                         cwd=str(self._folder),
+                        network=self.lab.network(host) if self.lab is not None else "",
                         mark=str(folder / f"{_JOB}={self.name}"),
                         events=_EVENTS,
                         outputs=[stdout.fileno(), stderr.fileno(), events_write],

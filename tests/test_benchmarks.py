@@ -77,7 +77,7 @@ def test_many_tensors(tmp_path: Path) -> None:
     report = measured(tmp_path, "many_tensors.py", *FEW, "--sizes", "64", "--tensors", "10", "--without", "gloo")
     assert report["missing"] == {"gloo": "left out"}
     rows = contenders(report, "all tensors", "10 × 64 B")
-    own = ["commlib, arena", "commlib, ordinary"]
+    own = ["commlib, arena", "commlib, ordinary", "commlib, in a group"]
     assert list(rows) == [*own, "Open MPI, blocking", "Open MPI, non-blocking"]
 
 

@@ -114,7 +114,7 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["commlib run", pytest.param("torchrun", marks=pytest.mark.soak)])
 def test_images_per_second(launcher: str) -> None:
     pytest.importorskip("torch")
     output = launched(LAUNCHERS[launcher], "torch_images_per_second.py", "--quick", "--compression", "bf16")

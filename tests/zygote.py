@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that have imported a framework already, for tests that start hundreds of them.
+"""Processes that have imported what they need already, for tests that start hundreds of them.
 
-Importing torch and making an optimizer takes 3.5 s of CPU. A *zygote* does it once, and forks for each worker that a
-job asks for; what it forks becomes, as far as it can tell, a fresh process: with a session, streams, an environment
-and a `__main__` of its own. Nothing of commlib is imported before the fork.
+Importing torch and making an optimizer takes 3.5 s of CPU, importing commlib half a second. A *zygote* does it once,
+and forks for each worker that a job asks for; what it forks becomes, as far as it can tell, a fresh process: with a
+session, streams, an environment, a network and a `__main__` of its own. Where there is a framework, nothing of commlib
+is imported before the fork.
 
 Strings hash differently in the processes of a real job, and so must they here: ranks take turns between two zygotes.
 """
@@ -11,6 +12,7 @@ Strings hash differently in the processes of a real job, and so must they here: 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -25,7 +27,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-PRELOADED = {"torch": ("torch", "torch._dynamo"), "tensorflow": ("tensorflow", "keras")}
+FRAMEWORKS = {"torch": ("torch", "torch._dynamo"), "tensorflow": ("tensorflow", "keras")}
+PRELOADED = {"commlib": ("asyncio", "ml_dtypes", "numpy", "commlib"), **FRAMEWORKS}
+_CLONE_NEWNET = 0x40000000
 _FDS = 4  # stdin, stdout, stderr, events
 _MAX_BYTES = 1 << 20
 _EARLY = ("LD_", "MALLOC_", "PYTHONHASHSEED", "PYTHONMALLOC", "PYTHONWARNINGS", "TORCH")
@@ -74,11 +78,11 @@ class Forked:
 class Zygote:
     """A process that forks when asked to."""
 
-    def __init__(self, framework: str, env: Mapping[str, str]) -> None:
+    def __init__(self, preloaded: str, env: Mapping[str, str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.zygote", framework, str(theirs.fileno())],
+                [sys.executable, "-m", "tests.zygote", preloaded, str(theirs.fileno())],
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -93,15 +97,19 @@ class Zygote:
         *,
         env: Mapping[str, str],
         cwd: str,
+        network: str,
         mark: str,
         events: str,
         outputs: Sequence[int],
     ) -> Forked:
         """Run the script `argv[0]`. `outputs` are its stdout, its stderr and the descriptor that `env[events]` names.
 
-        The file `mark` is open as long as the process, or what it forks, lives and has not executed another program.
+        `network` is the path of a network namespace, or empty. The file `mark` is open as long as the process, or what
+        it forks, lives and has not executed another program.
         """
-        request = json.dumps({"argv": list(argv), "env": dict(env), "cwd": cwd, "mark": mark, "events": events})
+        request = json.dumps(
+            {"argv": list(argv), "env": dict(env), "cwd": cwd, "network": network, "mark": mark, "events": events}
+        )
         stdin, ours = os.pipe()
         try:
             socket.send_fds(self._socket, [request.encode()], [stdin, *outputs])
@@ -131,26 +139,28 @@ class Zygote:
 _zygotes: dict[tuple[str, int], Zygote] = {}
 
 
-def of(framework: str, rank: int) -> Zygote:
+def of(preloaded: str, rank: int) -> Zygote:
     """The zygote of a rank, which is made when it is first asked for."""
-    key = framework, rank % 2
+    key = preloaded, rank % 2
     if key not in _zygotes:
         path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
         env = {**os.environ, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1"}
-        _zygotes[key] = Zygote(framework, env)
+        _zygotes[key] = Zygote(preloaded, env)
     return _zygotes[key]
 
 
-def framework_of(script: str, env: Mapping[str, str]) -> str | None:
-    """Which framework a script uses, if it is one, and nothing in its environment has to be there at Python's start."""
+def preloaded_for(script: str, env: Mapping[str, str]) -> str | None:
+    """Which zygote suits a script, if one does, and nothing in its environment has to be there at Python's start."""
     if any(name.startswith(_EARLY) and os.environ.get(name) != value for name, value in env.items()):
         return None
     text = Path(script).read_text()
-    used = [framework for framework in PRELOADED if framework in text]
+    used = [framework for framework in FRAMEWORKS if framework in text] or ["commlib"]
     return used[0] if len(used) == 1 else None
 
 
 # What the zygote does.
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _serve(channel: socket.socket) -> dict[str, Any]:
@@ -201,6 +211,11 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
     os.environ.update(request["env"])
     os.environ[request["events"]] = str(fds[3])
     os.chdir(request["cwd"])
+    if request["network"]:
+        network = os.open(request["network"], os.O_RDONLY | os.O_CLOEXEC)
+        if _libc.setns(network, _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "cannot enter the network", request["network"])
+        os.close(network)
     os.open(request["mark"], os.O_RDONLY | os.O_CREAT, 0o600)
     sys.argv[:] = request["argv"]
     sys.path[0] = os.path.dirname(request["argv"][0])

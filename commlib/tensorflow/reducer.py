@@ -4,8 +4,8 @@
 Design notes. A call from a graph to the host costs as much for each result as a small gradient takes to be summed. So
 dense gradients are dealt into at most four groups a dtype, in the order in which a backward pass computes them. One
 call for each group copies them into a flat buffer of the arena and submits that, as soon as the last of them is there;
-one more call waits for all groups and gives the flat buffers to TensorFlow, which splits them in the graph. What the
-next forward pass needs first has the highest priority.
+that of the last group then waits for all groups and gives the flat buffers to TensorFlow, which splits them in the
+graph. What the next forward pass needs first has the highest priority.
 
 Ranks must agree about names, shapes and dtypes of the variables. The first time they compare them, so that a
 disagreement is told in words; later the shapes, as a part of what the core compares in each round, guard against
@@ -72,10 +72,7 @@ class _Step:
         if left_over is not None:
             left_over[1].wait()
         flat = host.empty((sum(group.counts),), group.wire)
-        end = 0
-        for array, count in zip(arrays, group.counts, strict=True):
-            begin, end = end, end + count
-            np.copyto(flat[begin:end], array.reshape(-1), casting="unsafe")
+        np.concatenate([array.reshape(-1) for array in arrays], out=flat, casting="unsafe")
         handle = session().worker.push_pull_ptr(
             flat.ctypes.data,
             flat.size,
@@ -91,8 +88,10 @@ class _Step:
             self._pending[number] = flat, handle
         return [np.zeros((), np.int32)]
 
-    def wait(self, *_: Any) -> list[Any]:
-        """The flat buffers of all groups, reduced."""
+    def finish(self, *inputs: Any) -> list[Any]:
+        """Submit the last group, after what the calls for the others have returned; the flat buffers, reduced."""
+        before = len(self._groups) - 1
+        self.submit(before, *inputs[before:])
         results = []
         for number, group in enumerate(self._groups):
             with self._lock:
@@ -149,18 +148,18 @@ def reduce_gradients(
         host.call(
             lambda *arrays, number=number: step.submit(number, *arrays), [dense[i] for i in group.members], [tf.int32]
         )
-        for number, group in enumerate(groups)
+        for number, group in enumerate(groups[:-1])
     ]
     if sparse:
         together = gathered([gradients[index] for index in sparse], op, f"{name}.sparse")
         for index, one in zip(sparse, together, strict=True):
             results[index] = one
     if groups:
-        inputs = [token for (token,) in tokens]
-        for group, flat in zip(groups, host.call(step.wait, inputs, [group.dtype for group in groups]), strict=True):
+        inputs = [token for (token,) in tokens] + [dense[i] for i in groups[-1].members]
+        for group, flat in zip(groups, host.call(step.finish, inputs, [group.dtype for group in groups]), strict=True):
             flat.set_shape([sum(group.counts)])
             for index, shape, part in zip(group.members, group.shapes, tf.split(flat, group.counts), strict=True):
-                results[index] = tf.reshape(part, shape)
+                results[index] = part if len(shape) == 1 else tf.reshape(part, shape)
     return results
 
 

@@ -69,6 +69,10 @@ class Lab:
         """What to execute so that `argv` runs on a host. It becomes that process: no other one stays in between."""
         return ["ip", "netns", "exec", self._namespace(host), *argv]
 
+    def network(self, host: int) -> str:
+        """Path of the network namespace of a host."""
+        return f"/run/netns/{self._namespace(host)}"
+
     def popen(
         self, host: int, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[bytes]:

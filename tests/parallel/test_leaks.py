@@ -65,6 +65,6 @@ def test_one_host() -> None:
 
 
 @pytest.mark.lab
-@pytest.mark.parametrize(("hosts", "servers", "operations"), [([1, 1], 0, 100_000), ([2, 1], 1, 20_000)], ids=str)
+@pytest.mark.parametrize(("hosts", "servers", "operations"), [([1, 1], 0, 40_000), ([2, 1], 1, 20_000)], ids=str)
 def test_several_hosts(hosts: list[int], servers: int, operations: int, lab: Lab) -> None:
     check(run_job(SCRIPT, hosts=hosts, servers=servers, lab=lab, args=[json.dumps(operations)], timeout=100))

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +24,7 @@ import commlib
 import commlib.tensorflow as bps
 from commlib.tensorflow.distribute import CrossDeviceOps
 from commlib.tensorflow.keras import DistributedOptimizer, callbacks, load_model
-from tests.launch import REPOSITORY, Job, run_job
+from tests.launch import REPOSITORY, Job, environment, run_job
 from tests.tensorflow import message_of, outcomes, results_of
 from tests.tensorflow.test_training import BATCH, OPTIMIZERS, data, mine, network
 
@@ -338,6 +341,23 @@ def test_examples_learn(example: str) -> None:
     said = ended[0].stdout
     assert float(re.search(r"test accuracy: (\S+)", said)[1]) >= 0.95  # type: ignore[index]
     assert "weights identical on all ranks: yes" in said
+
+
+@pytest.mark.soak
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    script = str(REPOSITORY / "benchmarks" / "tensorflow_step.py")
+    argv = [sys.executable, script, "--quick", "--rounds", "2", "--variables", "7", "--json", str(results)]
+    subprocess.run(argv, env=environment(), check=True, timeout=100)
+    rows = {
+        (row["section"].partition(": ")[2], row["contender"]): row["rounds"]
+        for row in json.loads(results.read_text())["rows"]
+    }
+    step, cost = "a step", "what it adds to a step"
+    for name in ("commlib, DistributedOptimizer", "an empty host call"):
+        for whole, plain, added in zip(rows[step, name], rows[step, "TensorFlow alone"], rows[cost, name], strict=True):
+            assert added == pytest.approx(whole - plain)
+    assert (cost, "commlib, without the bytes") in rows
 
 
 # Two replicas in each process: Keras, and a loop of one's own, against one process on the whole batch.

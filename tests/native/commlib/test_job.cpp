@@ -137,7 +137,7 @@ TEST_CASE("sums on one host are right, for every route, number of ranks and way 
         CAPTURE(static_cast<int>(route));
         CAPTURE(ranks);
         CAPTURE(static_cast<int>(driver));
-        sum_everywhere({.ranks_per_host = {ranks}, .partition_bytes = 256 * 1024, .route = route}, kCounts, 4, driver,
+        sum_everywhere({.ranks_per_host = {ranks}, .partition_bytes = 256 * 1024, .route = route}, kCounts, 3, driver,
                        true);
       }
     }

@@ -207,9 +207,9 @@ TEST_CASE("whatever the order of steps, a disagreement reaches all, and only its
 
 TEST_CASE("whatever the order of steps, and whenever the job fails, all ends and nothing is touched afterwards") {
   for (const LocalRoute route : {LocalRoute::kCma, LocalRoute::kStaged}) {
-    explore({.job = hosts({3}, 0, route), .counts = kMixed, .rounds = 3, .abort = true}, 60);
-    explore({.job = hosts({2, 2}, 0, route), .counts = kMixed, .rounds = 3, .abort = true}, 100);
-    explore({.job = hosts({2, 1}, 1, route), .counts = kMixed, .rounds = 3, .abort = true}, 100);
+    explore({.job = hosts({3}, 0, route), .counts = kMixed, .rounds = 3, .abort = true}, 30);
+    explore({.job = hosts({2, 2}, 0, route), .counts = kMixed, .rounds = 3, .abort = true}, 50);
+    explore({.job = hosts({2, 1}, 1, route), .counts = kMixed, .rounds = 3, .abort = true}, 50);
   }
 }
 
