@@ -41,7 +41,7 @@ def measured(tmp_path: Path, name: str, *args: str) -> dict[str, Any]:
     for row in report["rows"]:
         assert row["contender"] in done.stdout
         assert row["median"] == pytest.approx(statistics.median(row["rounds"]))
-        if row["unit"] == "s":
+        if row["unit"] == "s" and "what it adds" not in row["section"]:  # a difference of two may be anything
             assert min(row["rounds"]) > 0, row
     for note in report["notes"]:
         assert note.split()[0] in done.stdout
