@@ -38,10 +38,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int, prefix: str = 
     except (TypeError, ValueError) as error:
         problem = error
     facts = [("root_rank", str(root_rank))]
-    facts += [
-        (str(getattr(v, "path", None) or v.name), f"{tf.as_dtype(v.dtype).name} of shape {tuple(v.shape)}")
-        for v in listed
-    ]
+    facts += [(host.plain_name(v), f"{tf.as_dtype(v.dtype).name} of shape {tuple(v.shape)}") for v in listed]
     if commlib.size() == 1:
         if problem is not None:
             raise problem

@@ -93,6 +93,12 @@ def site(kind: str, name: str | None = None) -> str:
     return f"{EAGER}.{function}.{kind}.{number}"
 
 
+def plain_name(variable: Any) -> str:
+    """Its name without the numbers that tell it from those of other models, of which ranks may have made more."""
+    name = getattr(variable, "path", None) or getattr(variable, "name", None)
+    return re.sub(r"_\d+(?=[/:]|$)", "", str(name or "no name"))
+
+
 def refuse_xla(what: str) -> None:
     """Raise while tracing what XLA would refuse when it is run."""
     from tensorflow.python.ops import control_flow_util

@@ -30,7 +30,7 @@ class _DistributedGradientTape(tf.GradientTape):
         chosen = [i for i, source in enumerate(flat_sources) if _key(source) not in local]
         reduced = reduce_gradients(
             [flat[i] for i in chosen],
-            [_name(flat_sources[i], i) for i in chosen],
+            [host.plain_name(flat_sources[i]) for i in chosen],
             op=options["op"],
             name=host.site("GradientTape", options["name"]),
             compression=options["compression"],
@@ -93,7 +93,3 @@ def _derived(base: type) -> type:
 def _key(source: Any) -> int:
     """What a variable is known by, whether it is Keras's or TensorFlow's."""
     return id(getattr(source, "value", source) if not isinstance(source, tf.Variable) else source)
-
-
-def _name(source: Any, index: int) -> str:
-    return str(getattr(source, "path", None) or getattr(source, "name", None) or f"source {index}")

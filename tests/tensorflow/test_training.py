@@ -217,6 +217,17 @@ def scenario_unused_variables_and_local_ones() -> None:
         assert np.allclose(second, x)
 
 
+def scenario_one_rank_has_made_more_models() -> None:
+    """So Keras numbers its names differently: that is no disagreement."""
+    keras.backend.clear_session()
+    models = [network() for _ in range(3 if bps.rank() == 0 else 1)]
+    bps.broadcast_variables(models[-1].variables, 0)
+    x, y = data(2)
+    wrap = bps.DistributedGradientTape
+    for run in (lambda f: f, tf.function):
+        loop(models[-1], OPTIMIZERS["sgd"](), *mine(x, y), size=bps.size(), run=run, wrap=wrap)
+
+
 def scenario_many_groups() -> None:
     """More than fits into one group, of several dtypes."""
     random = np.random.default_rng(1)
