@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL = 1  # of this file and of the hello of commlib/control/handshake.py; raised with every incompatible change
+PROTOCOL = 2  # of this file and of the hello of commlib/control/handshake.py; raised with every incompatible change
 UNNAMED_KINDS = ("push_pull", "broadcast", "barrier")
 UNNAMED_COUNT = 1024  # recycled keys of each kind
 

@@ -7,9 +7,9 @@ call for each group copies them into a flat buffer of the arena and submits that
 that of the last group then waits for all groups and gives the flat buffers to TensorFlow, which splits them in the
 graph. What the next forward pass needs first has the highest priority.
 
-Ranks must agree about names, shapes and dtypes of the variables. The first time they compare them, so that a
-disagreement is told in words; later the shapes, as a part of what the core compares in each round, guard against
-changes.
+Ranks must agree about names (as ``host.plain_name`` has them), shapes and dtypes of the variables. The first time they
+compare them, so that a disagreement is told in words; later the shapes, as a part of what the core compares in each
+round, guard against changes.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import commlib
 from commlib import ReduceOp
 from commlib.agreement import agree
 from commlib.api import session
+from commlib.errors import CommlibError, OperationTimeout
 from commlib.tensorflow import host
 from commlib.tensorflow.compression import Cast
 from commlib.tensorflow.sparse import gathered
@@ -67,10 +68,7 @@ class _Step:
         """Copy the gradients of a group into a flat buffer, and start to reduce it."""
         group = self._groups[number]
         self._compare()
-        with self._lock:
-            left_over = self._pending.pop(number, None)  # of a step that was broken off
-        if left_over is not None:
-            left_over[1].wait()
+        self._await_left_over(number)
         flat = host.empty((sum(group.counts),), group.wire)
         np.concatenate([array.reshape(-1) for array in arrays], out=flat, casting="unsafe")
         handle = session().worker.push_pull_ptr(
@@ -87,6 +85,21 @@ class _Step:
         with self._lock:
             self._pending[number] = flat, handle
         return [np.zeros((), np.int32)]
+
+    def _await_left_over(self, number: int) -> None:
+        """Of a step that was broken off there may be an operation in flight, which has the name."""
+        with self._lock:
+            left_over = self._pending.get(number)
+        if left_over is None:
+            return
+        try:
+            left_over[1].wait()
+        except OperationTimeout:
+            raise  # and it stays known
+        except CommlibError:
+            pass  # that step has raised it
+        with self._lock:
+            del self._pending[number]
 
     def finish(self, *inputs: Any) -> list[Any]:
         """Submit the last group, after what the calls for the others have returned; the flat buffers, reduced."""

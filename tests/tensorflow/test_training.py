@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import commlib.tensorflow as bps
 from commlib.tensorflow.keras import DistributedOptimizer
-from tests.tensorflow import outcomes, results_of
+from tests.tensorflow import message_of, outcomes, results_of
 
 SIZES = [1, 2, 4]
 STEPS = 20
@@ -226,6 +226,22 @@ def scenario_one_rank_has_made_more_models() -> None:
     wrap = bps.DistributedGradientTape
     for run in (lambda f: f, tf.function):
         loop(models[-1], OPTIMIZERS["sgd"](), *mine(x, y), size=bps.size(), run=run, wrap=wrap)
+
+
+def scenario_a_disagreement_is_told_once() -> None:
+    variables = [tf.Variable(tf.ones(3)), tf.Variable(tf.ones(4))]
+
+    @tf.function
+    def step(which: int) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variables[which] ** 2)
+        return bps.DistributedGradientTape(tape).gradient(loss, variables[which])
+
+    for _ in range(3):
+        assert np.allclose(step(0), 2)
+        if bps.size() > 1:
+            _, text = message_of(lambda: step(1 if bps.rank() == 0 else 0))
+            assert "MismatchError" in text, text
 
 
 def scenario_many_groups() -> None:
