@@ -22,8 +22,8 @@ __all__ = ["Config"]
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 GRANULE_BYTES = 64 * KIB  # the unit of placement: partitions are whole granules
-DEFAULT_PARTITION_BYTES = 4 * MIB
-DEFAULT_CREDIT_BYTES = 16 * MIB
+DEFAULT_PARTITION_BYTES = MIB
+DEFAULT_CREDIT_PARTITIONS = 8
 SCHEDULER_PORT_OFFSET = 1000  # from MASTER_PORT, which the launcher itself may be using
 SCHEDULER_PORTS = 16
 LOCAL_ROUTES = ("auto", "arena", "cma", "staged")
@@ -97,7 +97,7 @@ class Config:
     interface: str | None = None  # name or address to listen on; None: the one that reaches the scheduler
     secret: str | None = field(default=None, repr=False)  # None: ~/.commlib/secret
     partition_bytes: int = DEFAULT_PARTITION_BYTES
-    credit_bytes: int = DEFAULT_CREDIT_BYTES
+    credit_bytes: int = DEFAULT_CREDIT_PARTITIONS * DEFAULT_PARTITION_BYTES
     streams: int = 1  # connections per pair of hosts; see commlib/control/bootstrap.py for those with servers
     congestion: str = AUTO  # TCP congestion control between hosts: a name of the kernel's, "system", or "auto"
     arena_bytes: int = field(default_factory=physical_memory_bytes)
@@ -230,7 +230,8 @@ class _Reading:
         if "job" not in values:
             values["job"] = self._default_job()
         if "credit_bytes" not in values:
-            values["credit_bytes"] = max(DEFAULT_CREDIT_BYTES, 2 * values.get("partition_bytes", 0))
+            partition_bytes = max(DEFAULT_PARTITION_BYTES, values.get("partition_bytes", 0))
+            values["credit_bytes"] = DEFAULT_CREDIT_PARTITIONS * partition_bytes
         if "scheduler" not in values and "master" not in values:
             reason = self._why_an_address_is_needed()
             if reason:

@@ -54,6 +54,12 @@ PeerId Placement::owner_at(std::uint64_t virtual_byte) const noexcept {
   return sequence_[virtual_byte / kGranuleBytes % sequence_.size()];
 }
 
+std::uint64_t Placement::in_proportion(PeerId owner, std::uint64_t bytes) const noexcept {
+  // The last owner has the most, and as many turns as any of its kind: all hosts are alike, and all servers.
+  const auto turns_of = [this](PeerId one) { return static_cast<std::uint64_t>(std::ranges::count(sequence_, one)); };
+  return bytes / turns_of(std::ranges::max(sequence_)) * turns_of(owner);
+}
+
 void cut(const Placement& placement, std::uint64_t start_byte, std::uint64_t count, DType dtype, bool whole,
          std::vector<Piece>* out) {
   out->clear();

@@ -25,6 +25,9 @@ class Placement {
   // Owner of the granule (64 KiB) that holds virtual byte `virtual_byte`.
   [[nodiscard]] PeerId owner_at(std::uint64_t virtual_byte) const noexcept;
 
+  // `bytes` for the owner with the most, and less for others as they own less.
+  [[nodiscard]] std::uint64_t in_proportion(PeerId owner, std::uint64_t bytes) const noexcept;
+
   // One turn of the owners.
   [[nodiscard]] const std::vector<PeerId>& sequence() const noexcept { return sequence_; }
 

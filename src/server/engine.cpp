@@ -62,7 +62,7 @@ ServerEngine::ServerEngine(EngineOptions options, Egress& egress, LogBuffer* log
       egress_(egress),
       log_(log),
       pool_(options_.budget_bytes + options_.hosts * options_.eager_budget_bytes),
-      admission_(options_.budget_bytes),
+      admission_(placement_.in_proportion(options_.self, options_.budget_bytes)),
       peers_(options_.hosts + options_.servers),
       shares_(options_.hosts),
       sources_(options_.hosts) {}

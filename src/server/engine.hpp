@@ -50,7 +50,7 @@ struct EngineOptions {
   std::uint32_t hosts = 0;  // ≥ 2
   std::uint32_t servers = 0;
   std::vector<std::uint32_t> ranks_per_host;  // `hosts` numbers, each ≥ 1
-  std::uint64_t budget_bytes = 0;             // slots of granted shares
+  std::uint64_t budget_bytes = 0;             // slots of granted shares, of the owner of most; others have less
   std::uint64_t eager_budget_bytes = 0;       // payload per host; a host that exceeds it is malformed
   std::uint64_t partition_bytes = 0;          // a multiple of 64 KiB
 };

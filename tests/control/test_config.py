@@ -93,7 +93,8 @@ def test_nothing_set_is_a_job_of_one() -> None:
 
 def test_the_defaults_are_those_of_the_manual() -> None:
     config = read({})
-    assert config.partition_bytes == 4 << 20
+    assert config.partition_bytes == 1 << 20
+    assert config.credit_bytes == 8 << 20
     assert config.streams == 1
     assert config.num_servers == 0
     assert config.arena_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -263,7 +264,7 @@ def test_byte_sizes(text: str, expected: int) -> None:
 
 def test_large_partitions_raise_the_default_credit() -> None:
     config = read({"COMMLIB_PARTITION_BYTES": "32M"})
-    assert config.credit_bytes >= config.partition_bytes
+    assert config.credit_bytes == 8 * config.partition_bytes
 
 
 @pytest.mark.parametrize(("text", "level"), [("debug", 10), ("ERROR", 40), ("15", 15)])
@@ -285,7 +286,7 @@ def test_empty_variables_count_as_unset() -> None:
         ("COMMLIB_PARTITION_BYTES", "4MB"),
         ("COMMLIB_PARTITION_BYTES", "2G"),
         ("COMMLIB_PARTITION_BYTES", "-1"),
-        ("COMMLIB_CREDIT_BYTES", "1M"),
+        ("COMMLIB_CREDIT_BYTES", "512K"),
         ("COMMLIB_STREAMS", "0"),
         ("COMMLIB_STREAMS", "two"),
         ("COMMLIB_STREAMS", "1.5"),

@@ -62,6 +62,22 @@ TEST_CASE("placement: small known cases") {
   CHECK_THROWS_AS(Placement(0, 3), commlib::Error);
 }
 
+TEST_CASE("placement: bytes in proportion are those of a turn, and all of them for who has most") {
+  for (const auto& [n, k] : std::vector<std::pair<std::uint32_t, std::uint32_t>>{
+           {1, 0}, {1, 2}, {2, 0}, {3, 1}, {4, 2}, {4, 3}, {4, 4}, {4, 6}, {64, 63}, {300, 1}}) {
+    CAPTURE(n);
+    CAPTURE(k);
+    const Placement placement(n, k);
+    std::map<PeerId, std::uint64_t> turns;
+    for (const PeerId owner : placement.sequence()) ++turns[owner];
+    std::uint64_t most = 0;
+    for (const auto& [owner, count] : turns) most = std::max(most, count);
+    for (PeerId owner = 0; owner < n + k; ++owner) {
+      CHECK(placement.in_proportion(owner, 1000 * most) == 1000 * turns[owner]);
+    }
+  }
+}
+
 TEST_CASE("placement: over a long space every owner has the share at which all links are equally busy") {
   for (const auto& [n, k] : std::vector<std::pair<std::uint32_t, std::uint32_t>>{
            {2, 0}, {2, 1}, {2, 2}, {3, 1}, {3, 2}, {4, 2}, {4, 3}, {5, 1}, {8, 3}, {16, 7}, {64, 1}, {40, 40}}) {

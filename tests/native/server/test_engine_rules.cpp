@@ -451,3 +451,24 @@ TEST_CASE("engine: hosts that leave or are lost disturb nobody who accumulates")
   CHECK(desk.flush_hosts(3) == "RRR");
   CHECK(desk.is_clean());
 }
+
+// So all owners grant as much of a tensor, and no connection gets far ahead of others.
+TEST_CASE("engine: an owner of less has a smaller budget") {
+  constexpr std::uint32_t kHosts = 4;
+  constexpr std::uint64_t kBudget = 6 << 20;
+  for (const PeerId self : {PeerId{0}, PeerId{kHosts}}) {
+    CAPTURE(self);
+    commlib::EngineOptions options = options_of(kHosts, self, kBudget);
+    options.servers = 2;  // which own three times as much as a host
+    Desk desk(options);
+    for (std::uint64_t key = 1; key <= 100; ++key) {
+      const Frame frame = ready(key, 1, options.partition_bytes / 4);
+      for (PeerId host = 0; host < kHosts; ++host) {
+        REQUIRE((host == self ? desk.send_local(frame) : desk.send(host, frame)) == Errc::kOk);
+      }
+    }
+    const std::uint64_t budget = self < kHosts ? kBudget / 3 : kBudget;
+    CHECK(desk.engine.reserved_bytes() <= budget);
+    CHECK(desk.engine.reserved_bytes() > budget - options.partition_bytes * 2);
+  }
+}
