@@ -12,6 +12,7 @@ where neither has to wait for the other, which is as well as it can be done wher
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from tests import lab
 TIMEOUT_S = 300
 PART_BYTES = 1 << 20  # of what is moved alone, as of the optimizer's buckets
 LEARNING_RATE = 1e-4
+PIXELS, CLASSES = 64, 10
 
 COMPUTE, COMMUNICATE, SUM = "computation alone", "communication alone", "one after the other"
 AT_ONCE = "both at once, of nothing to do with each other"
@@ -54,25 +56,30 @@ class Task:
     @property
     def bytes_of_gradients(self) -> int:
         """Of one iteration."""
-        return 4 * self.layers * (self.width + 1) * self.width
+        return 4 * sum((before + 1) * after for before, after in itertools.pairwise(self.widths))
+
+    @property
+    def widths(self) -> list[int]:
+        """What goes into each layer, and what comes out of the last one: a classifier of images of 8×8 pixels."""
+        return [PIXELS, *[self.width] * (self.layers - 1), CLASSES]
 
     def network(self) -> Any:
-        """As many layers as wide as said."""
+        """As many layers as said."""
         import torch
 
         torch.manual_seed(1)
         layers: list[Any] = []
-        for _ in range(self.layers):
-            layers += [torch.nn.Linear(self.width, self.width), torch.nn.ReLU()]
-        return torch.nn.Sequential(*layers)
+        for before, after in itertools.pairwise(self.widths):
+            layers += [torch.nn.Linear(before, after), torch.nn.ReLU()]
+        return torch.nn.Sequential(*layers[:-1])
 
     def data(self) -> tuple[Any, Any]:
-        """A batch of this rank's, and what should come out."""
+        """A batch of this rank's, and the classes."""
         import torch
 
         generator = torch.Generator().manual_seed(commlib.rank())
-        x, y = (torch.randn(self.batch, self.width, generator=generator) for _ in range(2))
-        return x, y
+        x = torch.randn(self.batch, PIXELS, generator=generator)
+        return x, torch.randint(CLASSES, (self.batch,), generator=generator)
 
 
 # In the ranks.
@@ -89,7 +96,7 @@ def backward_seconds(task: Task) -> float:
     warm_up = rounds = 2 * task.rounds  # the first ones find no memory that is there already
     for _ in range(warm_up + rounds):
         network.zero_grad()
-        loss = torch.nn.functional.mse_loss(network(x), y)
+        loss = torch.nn.functional.cross_entropy(network(x), y)
         commlib.barrier()
         began = time.perf_counter()
         loss.backward()
@@ -126,7 +133,7 @@ def _training(task: Task, name: str, network: Any, optimizer: Any, finish: Calla
     def action() -> None:
         for _ in range(task.iterations):
             optimizer.zero_grad()
-            torch.nn.functional.mse_loss(network(x), y).backward()
+            torch.nn.functional.cross_entropy(network(x), y).backward()
             optimizer.step()
         finish()
 
@@ -165,7 +172,7 @@ def _at_once(task: Task) -> Contender:
         for _ in range(task.iterations):
             handles = move()
             optimizer.zero_grad()
-            torch.nn.functional.mse_loss(network(x), y).backward()
+            torch.nn.functional.cross_entropy(network(x), y).backward()
             optimizer.step()
             for handle in handles:
                 handle.wait()
