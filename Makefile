@@ -71,7 +71,7 @@ bench: $(VENV)/.bench ## Measure it on this machine beside others, into benchmar
 	    --json benchmarks/results/$$name.json --png benchmarks/results/$$name.png || failed=1; \
 	done; exit $$failed
 
-soak: $(VENV)/.soak ## The tests that run for minutes, and those of TensorFlow
+soak: $(VENV)/.test ## The tests that run for minutes
 	@tools/system_packages
 	$(IN_VENV) python -m pytest -m soak -o faulthandler_timeout=0 --timeout=3600 $(PYTEST_ARGS)
 
@@ -111,10 +111,6 @@ $(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/.core
 	@touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.core
-	$(PIP) --no-build-isolation --editable '.[test]'
-	@touch $@
-
-$(VENV)/.soak: pyproject.toml constraints.txt | $(VENV)/.test
 	$(PIP) --no-build-isolation --editable '.[test]' tensorflow-cpu
 	@touch $@
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +14,6 @@ from tests import lab
 # What tests of one module share takes seconds to make: a build, or a job whose results all of them look at. One process
 # runs them all, and they come first, so that no long one is left for the end.
 SHARING = ("tests/torch/", "tests/tensorflow/", "tests/test_packaging.py", "tests/test_c_api.py")
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out the tests of TensorFlow, which is installed for soak tests only, unless `-m` says something of them."""
-    return True if collection_path.name == "tensorflow" and "soak" not in (config.getoption("-m") or "") else None
 
 
 class Scheduler(LoadScopeScheduling):

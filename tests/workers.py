@@ -44,7 +44,7 @@ def _job(module: str, size: int) -> list[Any] | JobError:
         commlib.shutdown()
     """
     try:
-        return run_job(script, hosts=[size], timeout=100)
+        return run_job(script, hosts=[size], timeout=200)
     except JobError as error:
         return error
 

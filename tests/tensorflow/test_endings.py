@@ -12,7 +12,7 @@ pytest.importorskip("tensorflow")
 
 from tests.launch import Job
 
-pytestmark = pytest.mark.soak
+WAYS = [pytest.param("fit", marks=pytest.mark.soak), "function", pytest.param("eager", marks=pytest.mark.soak)]
 
 # Each rank gives what ended its training: the class and the text of what was raised, commlib's own error, and how many
 # steps it had taken. The rank that `stops` does so after two.
@@ -110,7 +110,7 @@ def check_lost(given: dict[int, Any], way: str) -> None:
         assert kind == "PeerLostError" or (way != "eager" and kind.endswith("Error")), given
 
 
-@pytest.mark.parametrize("way", ["fit", "function", "eager"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("manner", ["has less", "raises", "killed"])
 def test_who_is_gone_is_named(manner: str, way: str) -> None:
     given = end_of(manner, way)
@@ -123,7 +123,7 @@ def test_who_is_frozen_is_named() -> None:
     check_lost(end_of("frozen", "fit", COMMLIB_PEER_TIMEOUT_S="2"), "fit")
 
 
-@pytest.mark.parametrize("way", ["fit", "function", "eager"])
+@pytest.mark.parametrize("way", WAYS)
 def test_who_does_not_come_is_named(way: str) -> None:
     given = end_of("waits", way, COMMLIB_OPERATION_TIMEOUT_S="2")
     for rank in (0, 2):

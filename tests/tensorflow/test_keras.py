@@ -28,7 +28,7 @@ from tests.launch import REPOSITORY, Job, environment, run_job
 from tests.tensorflow import message_of, outcomes, results_of
 from tests.tensorflow.test_training import BATCH, OPTIMIZERS, data, mine, network
 
-SIZES = [1, 2, 3]
+SIZES = [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(3, marks=pytest.mark.soak)]
 Call = Callable[..., Any]
 
 
@@ -324,7 +324,6 @@ WORKERS = [run]
 SCENARIOS: list[str] = [name for name in list(globals()) if name.startswith("scenario_")]
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test(name: str, size: int) -> None:
@@ -332,8 +331,7 @@ def test(name: str, size: int) -> None:
         assert outcome[name] == "passed", outcome[name]
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("example", ["tensorflow_digits.py", "keras_digits.py"])
+@pytest.mark.parametrize("example", [pytest.param("tensorflow_digits.py", marks=pytest.mark.soak), "keras_digits.py"])
 def test_examples_learn(example: str) -> None:
     with Job(REPOSITORY / "examples" / example, hosts=[2]) as job:
         ended = job.wait(timeout=100)
@@ -437,14 +435,12 @@ REPLICAS = """
 """
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(3, marks=pytest.mark.soak)])
 def test_several_replicas_a_process(size: int) -> None:
     results = run_job(REPLICAS, hosts=[size], timeout=200)
     assert results == [results[0]] * size
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("order", [("torch", "tensorflow"), ("tensorflow", "torch")])
 def test_both_adapters_in_one_process(order: tuple[str, str]) -> None:
     script = f"""

@@ -18,7 +18,7 @@ import commlib.tensorflow as bps
 from commlib.tensorflow.keras import DistributedOptimizer
 from tests.tensorflow import message_of, outcomes, results_of
 
-SIZES = [1, 2, 4]
+SIZES = [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(4, marks=pytest.mark.soak)]
 STEPS = 20
 BATCH = 12  # can be dealt to 1, 2 and 4 ranks evenly
 
@@ -138,36 +138,10 @@ def scenario_fit() -> None:
         equals(network, optimizer)
 
 
-def scenario_fit_eagerly() -> None:
-    equals(network, OPTIMIZERS["adam"], run_eagerly=True)
-
-
-def scenario_accumulation() -> None:
-    for optimizer in OPTIMIZERS.values():
-        equals(network, lambda optimizer=optimizer: optimizer(gradient_accumulation_steps=3), tolerance=1e-6)
-
-
-def scenario_clipping_and_averages_of_weights() -> None:
-    for options in ({"global_clipnorm": 0.1}, {"clipnorm": 0.1}, {"clipvalue": 0.01}, {"use_ema": True}):
-        equals(network, lambda options=options: OPTIMIZERS["sgd"](**options))
-    equals(network, lambda: OPTIMIZERS["sgd"](use_ema=True, ema_overwrite_frequency=5))
-
-
 def scenario_embeddings() -> None:
     for optimizer in OPTIMIZERS.values():
         equals(words, optimizer, of_words=True)
     equals(words, lambda: OPTIMIZERS["sgd"](gradient_accumulation_steps=2), of_words=True)
-
-
-def scenario_loss_scale() -> None:
-    scale = keras.optimizers.LossScaleOptimizer
-    x, y = data(STEPS)
-    reference = trained_alone(lambda: fit(network(), scale(OPTIMIZERS["sgd"](), initial_scale=64.0), x, y, size=1))
-    outside, inside = network(), network()
-    fit(outside, DistributedOptimizer(scale(OPTIMIZERS["sgd"](), initial_scale=64.0)), *mine(x, y), size=bps.size())
-    assert_same(outside, reference)
-    fit(inside, scale(DistributedOptimizer(OPTIMIZERS["sgd"]()), initial_scale=64.0), *mine(x, y), size=bps.size())
-    assert_same(inside, reference)
 
 
 def scenario_one_rank_has_an_infinity() -> None:
@@ -187,15 +161,6 @@ def scenario_one_rank_has_an_infinity() -> None:
         fit(model, optimizer, *mine(hurt_x, y), size=bps.size())
         assert_same(model, reference)
         assert float(optimizer.dynamic_scale.numpy()) == 2.0**14
-
-
-def scenario_mixed_precision() -> None:
-    keras.config.set_dtype_policy("mixed_float16")
-    try:
-        # Half-width activations: what is computed on parts of a batch is not what is computed on all of it.
-        equals(network, OPTIMIZERS["sgd"], tolerance=5e-3)
-    finally:
-        keras.config.set_dtype_policy("float32")
 
 
 def scenario_unused_variables_and_local_ones() -> None:
@@ -270,7 +235,6 @@ WORKERS = [run]
 SCENARIOS = [name for name in list(globals()) if name.startswith("scenario_")]
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test(name: str, size: int) -> None:
