@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -176,7 +177,7 @@ class Session:
         """A new array in the arena, 64-byte aligned; ordinary memory when the arena is full."""
         wanted = np.dtype(dtype)
         shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
-        count = int(np.prod(shape, dtype=np.int64))
+        count = math.prod(shape)
         block = self.worker.allocate(count * wanted.itemsize) if count > 0 else None
         if block is None:
             return np.empty(shape, wanted)

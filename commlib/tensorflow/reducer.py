@@ -45,6 +45,7 @@ class _Group:
         self.dtype = dtype
         self.wire = wire
         self.counts = [int(np.prod(shape, dtype=np.int64)) for shape in shapes]
+        self.are_flat = all(len(shape) == 1 for shape in shapes)
         # What ranks must agree on: all shapes, one after the other.
         self.signature = [number for shape in shapes for number in (len(shape), *shape)]
 
@@ -70,7 +71,9 @@ class _Step:
         self._compare()
         self._await_left_over(number)
         flat = host.empty((sum(group.counts),), group.wire)
-        np.concatenate([array.reshape(-1) for array in arrays], out=flat, casting="unsafe")
+        # A view of each costs as much as a small gradient's copy.
+        parts = arrays if group.are_flat else [array.reshape(-1) for array in arrays]
+        np.concatenate(parts, out=flat, casting="unsafe")
         handle = session().worker.push_pull_ptr(
             flat.ctypes.data,
             flat.size,
