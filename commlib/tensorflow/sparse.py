@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import commlib
 from commlib import Average, ReduceOp, Sum
+from commlib.errors import CommlibError, OperationTimeout
 from commlib.tensorflow import host
 
 
@@ -46,8 +47,7 @@ def gathered(slices: Sequence[tf.IndexedSlices], op: ReduceOp, name: str) -> lis
                 np.divide(result, size, out=result, casting="unsafe")
             results.append(result)
             handles.append(commlib.push_pull_async_(result, name=f"{name}.{number}", op=Sum))
-        for handle in handles:
-            handle.wait()
+        _await_all(handles)
         return results
 
     inputs = [tensor for one in slices for tensor in (one.values, one.indices)]
@@ -58,3 +58,17 @@ def gathered(slices: Sequence[tf.IndexedSlices], op: ReduceOp, name: str) -> lis
         indices.set_shape([None])
         together.append(tf.IndexedSlices(values, indices, one.dense_shape))
     return together
+
+
+def _await_all(handles: Sequence[commlib.Handle]) -> None:
+    """Wait for all, then raise the first error: what is left in flight has its name, which the next step needs."""
+    errors = []
+    for handle in handles:
+        try:
+            handle.wait()
+        except OperationTimeout:
+            raise
+        except CommlibError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]

@@ -209,6 +209,23 @@ def scenario_a_disagreement_is_told_once() -> None:
             assert "MismatchError" in text, text
 
 
+def scenario_a_disagreement_about_slices_is_told_once() -> None:
+    variables = [tf.Variable(tf.ones((4, 3))), tf.Variable(tf.ones((4, 2)))]
+
+    def step(which: int) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(variables[which], [bps.rank()]) ** 2)
+        return bps.DistributedGradientTape(tape).gradient(loss, variables[which])
+
+    for _ in range(3):
+        gradient = step(0)
+        assert np.array_equal(gradient.indices, range(bps.size()))
+        assert np.allclose(gradient.values, 2 / bps.size())
+        if bps.size() > 1:
+            _, text = message_of(lambda: step(1 if bps.rank() == 0 else 0))
+            assert "rank 0" in text, text
+
+
 def scenario_many_groups() -> None:
     """More than fits into one group, of several dtypes."""
     random = np.random.default_rng(1)
