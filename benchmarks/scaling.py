@@ -24,6 +24,7 @@ from tests import lab
 
 SIZES = (4 * KIB, 4 * MIB)
 RANKS, HOSTS = (1, 2, 4, 8), (2, 4)
+LOOPBACK = "lo"  # what one host is reached by
 TIMEOUT_S = 300
 ON_ONE_HOST, BETWEEN_HOSTS = "ranks on one host", "hosts with one rank each"
 
@@ -31,17 +32,17 @@ ON_ONE_HOST, BETWEEN_HOSTS = "ranks on one host", "hosts with one rank each"
 def work(libraries: frozenset[str], interface: str, sizes: Sequence[int], rounds: int) -> dict[int, Turns]:
     """In each rank: the turns of each size."""
     with joined(libraries, interface) as others:
-        return {
-            size: take_turns(
-                [
-                    contenders.in_arena(size // 4),
-                    *contenders.of_mpi(others, size // 4),
-                    *contenders.of_gloo(others, size // 4),
-                ],
-                rounds=rounds,
-            )
-            for size in sizes
-        }
+        turns = {}
+        for size in sizes:
+            runners = [
+                contenders.in_arena(size // 4),
+                *contenders.of_mpi(others, size // 4),
+                *contenders.of_gloo(others, size // 4),
+            ]
+            if interface == LOOPBACK:
+                runners.append(contenders.memcpy(size // 4))
+            turns[size] = take_turns(runners, rounds=rounds)
+        return turns
 
 
 def main() -> None:
@@ -63,7 +64,8 @@ def main() -> None:
     report.notes += [
         "Times are medians over the rounds of the slowest rank, of sums of float32 in place (commlib: in its arena). "
         "Where there are more ranks than CPUs they share them; if not, each is bound to one for Open MPI, as mpirun "
-        "would, and not for the others. Open MPI is compared on one host only."
+        "would, and not for the others. memcpy: as many bytes, by all ranks at once. "
+        "It and Open MPI are on one host only."
     ]
     report.finish(draw)
 
@@ -73,7 +75,7 @@ def _on_one_host(options: Options, libraries: frozenset[str]) -> Iterator[Row]:
         by_rank = call(
             work,
             libraries,
-            "lo",
+            LOOPBACK,
             options.sizes,
             options.rounds,
             layout=Layout(ranks_per_host=ranks),
@@ -105,7 +107,9 @@ def _rows(section: str, number: int, by_rank: list[dict[int, Turns]]) -> Iterato
         turns = [rank[size] for rank in by_rank]
         rounds = {name: slowest(turns, name) for name in turns[0]}
         case = f"{number} {section.split()[0]}, {size_in_words(size)}"
-        yield from rows_of(section, case, rounds, size=size, references={"× commlib": contenders.ARENA})
+        yield from rows_of(
+            section, case, rounds, size=size, references={"× memcpy": contenders.MEMCPY, "× commlib": contenders.ARENA}
+        )
 
 
 def draw(figure: Any, rows: list[Row]) -> None:
