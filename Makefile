@@ -111,7 +111,7 @@ $(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/.core
 	@touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.core
-	$(PIP) --no-build-isolation --editable '.[test]' tensorflow-cpu
+	$(PIP) --no-build-isolation --editable '.[test]'
 	@touch $@
 
 $(VENV)/.lint: pyproject.toml constraints.txt | $(VENV)/.core

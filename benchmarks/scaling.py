@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More ranks on one host, and more hosts: the same sum by commlib, Open MPI and gloo.
+"""More ranks on one host, and more hosts: the same sum by commlib, Open MPI and gloo; on one host, beside a memcpy.
 
     python benchmarks/scaling.py [--ranks 1,2,4,8] [--hosts 2,4] [--quick] [--sizes 4KiB,4MiB] [--json FILE]
                                  [--png FILE]

@@ -97,7 +97,7 @@ class Config:
     interface: str | None = None  # name or address to listen on; None: the one that reaches the scheduler
     secret: str | None = field(default=None, repr=False)  # None: ~/.commlib/secret
     partition_bytes: int = DEFAULT_PARTITION_BYTES
-    credit_bytes: int = DEFAULT_CREDIT_PARTITIONS * DEFAULT_PARTITION_BYTES
+    credit_bytes: int = 0  # 0: eight partitions, at least 8 MiB
     streams: int = 1  # connections per pair of hosts; see commlib/control/bootstrap.py for those with servers
     congestion: str = AUTO  # TCP congestion control between hosts: a name of the kernel's, "system", or "auto"
     arena_bytes: int = field(default_factory=physical_memory_bytes)
@@ -110,6 +110,9 @@ class Config:
     log_level: int = logging.WARNING
 
     def __post_init__(self) -> None:
+        if self.credit_bytes == 0:
+            partition_bytes = max(DEFAULT_PARTITION_BYTES, self.partition_bytes)
+            object.__setattr__(self, "credit_bytes", DEFAULT_CREDIT_PARTITIONS * partition_bytes)
         values = dataclasses.asdict(self)
         _check(values, lambda name: f"{name} is {values[name]!r}", str)
         if not self.job:
@@ -229,9 +232,6 @@ class _Reading:
             values |= {"rank": 0, "size": 0, "local_rank": 0, "local_size": 0}
         if "job" not in values:
             values["job"] = self._default_job()
-        if "credit_bytes" not in values:
-            partition_bytes = max(DEFAULT_PARTITION_BYTES, values.get("partition_bytes", 0))
-            values["credit_bytes"] = DEFAULT_CREDIT_PARTITIONS * partition_bytes
         if "scheduler" not in values and "master" not in values:
             reason = self._why_an_address_is_needed()
             if reason:

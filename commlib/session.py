@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import logging
 import math
+import operator
 import threading
 import time
 from collections.abc import Sequence
@@ -177,7 +178,7 @@ class Session:
         """A new array in the arena, 64-byte aligned; ordinary memory when the arena is full."""
         wanted = np.dtype(dtype)
         shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
-        count = math.prod(shape)
+        count = math.prod(map(operator.index, shape))
         block = self.worker.allocate(count * wanted.itemsize) if count > 0 else None
         if block is None:
             return np.empty(shape, wanted)

@@ -20,6 +20,7 @@ PRELUDES = {
     "torch": "import torch; torch.set_num_threads(1)",
     "tensorflow": "import tensorflow as tf; tf.config.threading.set_intra_op_parallelism_threads(1)",
 }
+TIMEOUTS_S = {"torch": 100, "tensorflow": 200}  # of all of a module's workers; pytest's own is above
 
 
 def results_of(worker: Callable[[], Any], size: int) -> list[Any]:
@@ -44,7 +45,7 @@ def _job(module: str, size: int) -> list[Any] | JobError:
         commlib.shutdown()
     """
     try:
-        return run_job(script, hosts=[size], timeout=200)
+        return run_job(script, hosts=[size], timeout=TIMEOUTS_S[framework])
     except JobError as error:
         return error
 

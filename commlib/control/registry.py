@@ -16,7 +16,7 @@ from commlib.errors import ConfigError
 
 __all__ = ["MAX_PARTS", "MAX_ROWS", "Registry", "describe_name", "unnamed_name"]
 
-MAX_ROWS = 1 << 20  # of the ready table
+MAX_ROWS = 1 << 22  # of the ready table
 MAX_PARTS = 1 << 16  # key = declared_key << 16 | part
 CURSOR_ALIGNMENT = 64
 GRANULE_BYTES = 64 * 1024  # consecutive unnamed operations go to consecutive granules, hence to different owners

@@ -138,11 +138,6 @@ class _StepReducer(Reducer):
                     slot.param.grad = None
         self.restart()
 
-    def arrived(self) -> _Bucket | None:
-        """One that is due, and has come back as it should."""
-        handles = ((bucket, bucket.handle) for bucket in self.updates)
-        return next((b for b, one in handles if one is not None and one.done() and one.exception() is None), None)
-
     def receive(self, bucket: _Bucket) -> list[Slot]:
         """Wait for a bucket that is due; return those whose gradient has come back with it.
 
@@ -288,16 +283,7 @@ class _CrossBarrier(_DistributedOptimizer):
             slot = reducer.by_id.get(id(param))
             if slot is not None and slot.bucket in reducer.updates:
                 assert slot.bucket is not None
-                self._use_time_until_there(slot.bucket)
                 self._carry_out(slot.bucket)
-
-    def _use_time_until_there(self, bucket: _Bucket) -> None:
-        """While the first ones that are needed are on their way, others have long been back."""
-        while bucket.handle is not None and not bucket.handle.done():
-            other = self._reducer.arrived()
-            if other is None or other is bucket:
-                return
-            self._carry_out(other)
 
     def _carry_out_all(self) -> None:
         errors: list[CommlibError] = []

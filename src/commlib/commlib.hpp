@@ -41,8 +41,8 @@ struct WorkerOptions {
   std::vector<int> local_pids;                // by local rank
   std::vector<int> local_sockets;             // by local rank, −1 where there is none; taken
   std::vector<std::vector<int>> streams;      // by peer; taken. Empty but at local roots of several hosts
-  std::uint64_t partition_bytes = 4 << 20;
-  std::uint64_t credit_bytes = 16 << 20;  // slots a server may have granted at once
+  std::uint64_t partition_bytes = 1 << 20;
+  std::uint64_t credit_bytes = 8 << 20;  // slots an owner may have granted at once; less for who owns less than others
   std::int64_t peer_timeout_ms = 30'000;
   LocalRoute route = LocalRoute::kAuto;
   int log_level = 30;
@@ -147,8 +147,8 @@ struct ServerOptions {
   std::vector<std::uint32_t> roots;
   std::vector<std::uint32_t> ranks_per_host;
   std::vector<std::vector<int>> streams;  // by peer; taken
-  std::uint64_t partition_bytes = 4 << 20;
-  std::uint64_t credit_bytes = 16 << 20;
+  std::uint64_t partition_bytes = 1 << 20;
+  std::uint64_t credit_bytes = 8 << 20;
   std::int64_t peer_timeout_ms = 30'000;
   int log_level = 30;
   bool threads = true;  // false: nothing runs but in step, for tests

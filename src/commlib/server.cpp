@@ -21,7 +21,7 @@ struct Server::State : private ForkGuard::Member {
         table(table_segment, 0, 1),
         egress(options.nodes + options.servers),
         engine({options.nodes + options.index, options.nodes, options.servers, options.ranks_per_host,
-                options.credit_bytes, kEagerBudgetBytes, options.partition_bytes},
+                enough_credit(options.credit_bytes, options.nodes), kEagerBudgetBytes, options.partition_bytes},
                egress, &log),
         network({options.nodes + options.index, members(), options.peer_timeout_ms}, table, nullptr, &log),
         runner("cl-net", network, [this](const char* what) {

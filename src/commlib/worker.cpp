@@ -197,8 +197,8 @@ Worker::State::State(WorkerOptions given)
       const bool is_uneven = options.servers > 1 && options.servers < options.nodes;
       egress = std::make_unique<Egress>(peers, options.node, is_uneven);
       engine = std::make_unique<ServerEngine>(
-          EngineOptions{options.node, options.nodes, options.servers, options.ranks_per_host, options.credit_bytes,
-                        kEagerBudgetBytes, options.partition_bytes},
+          EngineOptions{options.node, options.nodes, options.servers, options.ranks_per_host,
+                        enough_credit(options.credit_bytes, options.nodes), kEagerBudgetBytes, options.partition_bytes},
           *egress, &log);
       exchange = std::make_unique<Exchange>(
           ExchangeOptions{options.node, options.nodes, options.servers, options.node_of_rank, kEagerBudgetBytes},

@@ -29,7 +29,7 @@ struct Group {
 
 }  // namespace
 
-Placement::Placement(std::uint32_t hosts, std::uint32_t servers) {
+Placement::Placement(std::uint32_t hosts, std::uint32_t servers) : hosts_(hosts) {
   if (hosts == 0) throw Error(Errc::kConfig, "a job needs at least one host");
   if (hosts == 1) {
     sequence_.push_back(0);
@@ -55,9 +55,15 @@ PeerId Placement::owner_at(std::uint64_t virtual_byte) const noexcept {
 }
 
 std::uint64_t Placement::in_proportion(PeerId owner, std::uint64_t bytes) const noexcept {
-  // The last owner has the most, and as many turns as any of its kind: all hosts are alike, and all servers.
-  const auto turns_of = [this](PeerId one) { return static_cast<std::uint64_t>(std::ranges::count(sequence_, one)); };
-  return bytes / turns_of(std::ranges::max(sequence_)) * turns_of(owner);
+  // What all other hosts send it in one turn.
+  const auto received_by = [this](PeerId one) {
+    const auto turns = static_cast<std::uint64_t>(std::ranges::count(sequence_, one));
+    return turns * (one < hosts_ ? std::max(hosts_, 2U) - 1 : hosts_);
+  };
+  // The last owner has the most, and as much as any of its kind: all hosts are alike, and all servers.
+  const std::uint64_t most = received_by(std::ranges::max(sequence_));
+  const std::uint64_t mine = received_by(owner);
+  return bytes / most * mine + bytes % most * mine / most;
 }
 
 void cut(const Placement& placement, std::uint64_t start_byte, std::uint64_t count, DType dtype, bool whole,

@@ -25,13 +25,14 @@ class Placement {
   // Owner of the granule (64 KiB) that holds virtual byte `virtual_byte`.
   [[nodiscard]] PeerId owner_at(std::uint64_t virtual_byte) const noexcept;
 
-  // `bytes` for the owner with the most, and less for others as they own less.
+  // `bytes` for the owner that receives the most, and less for others as they receive less.
   [[nodiscard]] std::uint64_t in_proportion(PeerId owner, std::uint64_t bytes) const noexcept;
 
   // One turn of the owners.
   [[nodiscard]] const std::vector<PeerId>& sequence() const noexcept { return sequence_; }
 
  private:
+  std::uint32_t hosts_;
   std::vector<PeerId> sequence_;
 };
 

@@ -18,7 +18,7 @@
 namespace commlib {
 
 using RowIndex = std::uint32_t;
-inline constexpr RowIndex kMaxRows = 1u << 20;
+inline constexpr RowIndex kMaxRows = 1u << 22;
 inline constexpr std::uint32_t kMaxLocalRanks = 240;
 inline constexpr std::uint32_t kMaxCpus = 1024;
 inline constexpr std::uint64_t kProbeValue = 0x636F6D6D6C696231;

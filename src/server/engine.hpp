@@ -39,6 +39,7 @@
 #include "sched/admission.hpp"
 #include "sched/egress.hpp"
 #include "sched/placement.hpp"
+#include "sched/wire.hpp"
 #include "server/share.hpp"
 #include "server/share_table.hpp"
 #include "server/slot_pool.hpp"
@@ -50,10 +51,17 @@ struct EngineOptions {
   std::uint32_t hosts = 0;  // ≥ 2
   std::uint32_t servers = 0;
   std::vector<std::uint32_t> ranks_per_host;  // `hosts` numbers, each ≥ 1
-  std::uint64_t budget_bytes = 0;             // slots of granted shares, of the owner of most; others have less
+  std::uint64_t budget_bytes = 0;             // slots of granted shares; less for who owns less than others
   std::uint64_t eager_budget_bytes = 0;       // payload per host; a host that exceeds it is malformed
   std::uint64_t partition_bytes = 0;          // a multiple of 64 KiB
 };
+
+// What `credit_bytes` must be at least, so that some shares of a granule can be on their way at once in a job of so many
+// hosts.
+[[nodiscard]] constexpr std::uint64_t enough_credit(std::uint64_t credit_bytes, std::uint32_t hosts) noexcept {
+  const std::uint64_t least = 4 * kGranuleBytes * hosts;
+  return credit_bytes < least ? least : credit_bytes;
+}
 
 struct EngineCounters {
   std::uint64_t received_bytes = 0;  // payloads of PUSH and EAGER from other nodes

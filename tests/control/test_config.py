@@ -263,8 +263,9 @@ def test_byte_sizes(text: str, expected: int) -> None:
 
 
 def test_large_partitions_raise_the_default_credit() -> None:
-    config = read({"COMMLIB_PARTITION_BYTES": "32M"})
-    assert config.credit_bytes == 8 * config.partition_bytes
+    for config in (read({"COMMLIB_PARTITION_BYTES": "32M"}), Config(partition_bytes=32 << 20)):
+        assert config.credit_bytes == 8 * config.partition_bytes
+    assert Config(partition_bytes=64 << 10).credit_bytes == 8 << 20
 
 
 @pytest.mark.parametrize(("text", "level"), [("debug", 10), ("ERROR", 40), ("15", 15)])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from commlib.config import DEFAULT_PARTITION_BYTES
 from tests.lab import Lab
 from tests.launch import run_job
 from tests.parallel import matrix, reference
@@ -137,9 +138,9 @@ def test_larger_buffers_on_several_hosts_with_a_route_for_each_rank(lab: Lab) ->
 
 # Partitions as they are by default.
 DEFAULT: dict[str, Any] = {
-    "partition_bytes": 4 * MIB,
+    "partition_bytes": DEFAULT_PARTITION_BYTES,
     "counts": (1023,),
-    "partitions": (1, 1.25),
+    "partitions": (1, 4.25),
     "dtypes": ("bool", "int8", "float16", "float32", "int64"),
     "ops": (reference.Sum,),
     "seed": 60,

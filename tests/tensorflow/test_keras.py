@@ -28,6 +28,7 @@ from tests.launch import REPOSITORY, Job, environment, run_job
 from tests.tensorflow import message_of, outcomes, results_of
 from tests.tensorflow.test_training import BATCH, OPTIMIZERS, data, mine, network
 
+pytestmark = pytest.mark.timeout(240)  # one job runs them all
 SIZES = [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(3, marks=pytest.mark.soak)]
 Call = Callable[..., Any]
 

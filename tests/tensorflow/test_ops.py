@@ -18,6 +18,7 @@ import commlib
 import commlib.tensorflow as bps
 from tests.tensorflow import message_of, outcomes, results_of
 
+pytestmark = pytest.mark.timeout(240)  # one job runs them all
 SIZES = [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(3, marks=pytest.mark.soak)]
 DTYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
 TOLERANCE = {"float16": 1.001 * 2**-11, "bfloat16": 1.001 * 2**-8, "float32": 4 * 2**-24, "float64": 4 * 2**-53}

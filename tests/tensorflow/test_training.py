@@ -18,6 +18,7 @@ import commlib.tensorflow as bps
 from commlib.tensorflow.keras import DistributedOptimizer
 from tests.tensorflow import message_of, outcomes, results_of
 
+pytestmark = pytest.mark.timeout(240)  # one job runs them all
 SIZES = [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(4, marks=pytest.mark.soak)]
 STEPS = 20
 BATCH = 12  # can be dealt to 1, 2 and 4 ranks evenly

@@ -132,51 +132,6 @@ def all_of_torch() -> None:
 
 
 @scenario
-def what_has_arrived_is_carried_out_while_another_is_waited_for() -> None:
-    """The first layer's gradients come last: by then all other parameters have changed."""
-    if bps.size() == 1:
-        return
-    net = network(torch.float64)
-    stream = data(3)
-
-    class Slow:
-        """Is there when it is waited for, and not before."""
-
-        def __init__(self, handle: ops.Handle) -> None:
-            self.handle = handle
-
-        def done(self) -> bool:
-            return False
-
-        def wait(self) -> Any:
-            seen.append(set(barrier._reducer.updates))
-            return self.handle.wait()
-
-    with small_buckets():
-        barrier = CrossBarrier(net, sgd(net))
-        for _ in range(2):
-            train_one(net, barrier, *next(stream))
-        barrier.synchronize()
-        first = {id(param) for param in net[0].parameters()}
-        seen: list[set[Any]] = []
-        train_one(net, barrier, *next(stream))
-        slow = [b for b in barrier._reducer.updates if any(id(slot.param) in first for slot in b.slots)]
-        assert 0 < len(slow) < len(barrier._reducer.updates)
-        for bucket in barrier._reducer.updates:
-            assert bucket.handle is not None
-            if bucket in slow:
-                bucket.handle = Slow(bucket.handle)  # type: ignore[assignment]
-            else:
-                bucket.handle.wait()
-        before = [param.clone() for param in net.parameters() if id(param) not in first]
-        net(next(data(1))[0])
-        after = [param for param in net.parameters() if id(param) not in first]
-    assert seen[0] == set(slow)
-    assert not any(torch.equal(old, new) for old, new in zip(before, after, strict=True))
-    barrier.unwrap()
-
-
-@scenario
 def forward_begins_before_gradients_have_arrived() -> None:
     """Rank 0 is through the first layer while the gradients of the last one have not even been sent by rank 1."""
     if bps.size() == 1:
@@ -189,9 +144,6 @@ def forward_begins_before_gradients_have_arrived() -> None:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self.begin = functools.partial(submit, *args, **kwargs)
-
-        def done(self) -> bool:
-            return False
 
         def wait(self) -> Any:
             events.append("last layer sent")

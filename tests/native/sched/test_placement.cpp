@@ -68,12 +68,16 @@ TEST_CASE("placement: bytes in proportion are those of a turn, and all of them f
     CAPTURE(n);
     CAPTURE(k);
     const Placement placement(n, k);
-    std::map<PeerId, std::uint64_t> turns;
-    for (const PeerId owner : placement.sequence()) ++turns[owner];
+    std::map<PeerId, std::uint64_t> received;  // granules, from all other hosts, in one turn
+    for (const PeerId owner : placement.sequence()) received[owner] += owner < n ? std::max(n, 2U) - 1 : n;
     std::uint64_t most = 0;
-    for (const auto& [owner, count] : turns) most = std::max(most, count);
-    for (PeerId owner = 0; owner < n + k; ++owner) {
-      CHECK(placement.in_proportion(owner, 1000 * most) == 1000 * turns[owner]);
+    for (const auto& [owner, count] : received) most = std::max(most, count);
+    for (const std::uint64_t bytes :
+         {std::uint64_t{0}, std::uint64_t{1}, 8'388'609 * most, 8'388'608 * most + most / 2}) {
+      for (PeerId owner = 0; owner < n + k; ++owner) {
+        CHECK(placement.in_proportion(owner, bytes) == bytes * received[owner] / most);
+      }
+      CHECK(placement.in_proportion(placement.sequence().back(), bytes) <= bytes);
     }
   }
 }

@@ -459,16 +459,18 @@ TEST_CASE("engine: an owner of less has a smaller budget") {
   for (const PeerId self : {PeerId{0}, PeerId{kHosts}}) {
     CAPTURE(self);
     commlib::EngineOptions options = options_of(kHosts, self, kBudget);
-    options.servers = 2;  // which own three times as much as a host
+    options.servers = 2;  // which own three times as much as a host, and receive from four hosts instead of three
     Desk desk(options);
     for (std::uint64_t key = 1; key <= 100; ++key) {
-      const Frame frame = ready(key, 1, options.partition_bytes / 4);
+      const Frame frame = ready(key, 1, 16 * kPerGranule);
       for (PeerId host = 0; host < kHosts; ++host) {
         REQUIRE((host == self ? desk.send_local(frame) : desk.send(host, frame)) == Errc::kOk);
       }
     }
-    const std::uint64_t budget = self < kHosts ? kBudget / 3 : kBudget;
+    // A turn of the owners is ten granules.
+    const std::uint64_t budget = self < kHosts ? kBudget / 4 : kBudget;
+    const std::uint64_t share = self < kHosts ? 2 * 3 * kGranule : 6 * 4 * kGranule;
     CHECK(desk.engine.reserved_bytes() <= budget);
-    CHECK(desk.engine.reserved_bytes() > budget - options.partition_bytes * 2);
+    CHECK(desk.engine.reserved_bytes() > budget - share);
   }
 }
