@@ -15,7 +15,9 @@ import keras
 import tensorflow as tf
 
 import commlib.tensorflow as bps
+from commlib.errors import MismatchError
 from commlib.tensorflow.keras import DistributedOptimizer
+from commlib.tensorflow.sparse import _await_all
 from tests.tensorflow import message_of, outcomes, results_of
 
 pytestmark = pytest.mark.timeout(240)  # one job runs them all
@@ -225,6 +227,24 @@ def scenario_a_disagreement_about_slices_is_told_once() -> None:
         if bps.size() > 1:
             _, text = message_of(lambda: step(1 if bps.rank() == 0 else 0))
             assert "rank 0" in text, text
+
+
+def scenario_what_goes_with_slices_is_waited_for() -> None:
+    """A name is not left in flight because another operation of the step has failed."""
+    waited: list[int] = []
+
+    class Fails:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def wait(self) -> None:
+            waited.append(self.number)
+            if self.number != 1:
+                raise MismatchError(f"number {self.number}")
+
+    error, text = message_of(lambda: _await_all([Fails(number) for number in range(3)]))  # type: ignore[misc]
+    assert (error, text) == ("MismatchError", "number 0")
+    assert waited == [0, 1, 2]
 
 
 def scenario_many_groups() -> None:
