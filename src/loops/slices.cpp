@@ -15,10 +15,10 @@ namespace commlib {
 namespace {
 
 // Of the tensor, at a time. What has to be fetched comes in blocks that fit in the second-level cache and are worth a
-// system call; what is copied on (with more than two ranks) stays in the first-level cache.
+// system call; what is broadcast to others stays in the first-level cache.
 constexpr std::size_t kFetchBytes = 256 * 1024;  // all inputs that are fetched, together
 constexpr std::size_t kLeastFetchBytes = 32 * 1024;
-constexpr std::size_t kMappedBytes = 4 * 1024;
+constexpr std::size_t kCopiedBytes = 4 * 1024;
 constexpr std::size_t kBlockBytes = 64 * 1024;       // of a partial
 constexpr std::size_t kWholeSliceBytes = 64 * 1024;  // below, one rank does all: cheaper than waking another
 
@@ -140,29 +140,28 @@ Errc sum_slice(const LocalContext& context, const PartTask& task, std::uint32_t 
   }
   const Range range = range_of(task, slice);
   const std::size_t fetched = sources.fetched();
-  const std::size_t block_bytes = fetched != 0       ? std::max(kFetchBytes / fetched, kLeastFetchBytes)
-                                  : other_count != 0 ? kMappedBytes
-                                                     : kFetchBytes;
+  const bool is_broadcast = operation.collective == Collective::kBroadcast;
+  const std::size_t block_bytes = fetched != 0   ? std::max(kFetchBytes / fetched, kLeastFetchBytes)
+                                  : is_broadcast ? kCopiedBytes
+                                                 : kFetchBytes;
   const std::uint64_t block = block_bytes / item;
-  // The one other output, if there is one and no more, is written at once, else copied while it is in the cache.
-  std::byte* const second = other_count == 1 && operation.collective == Collective::kReduce ? others[0] : nullptr;
   std::array<const void*, kMaxLocalRanks> pointers;
+  std::array<void*, kMaxLocalRanks> places;
   for (std::uint64_t begin = range.begin; begin < range.end; begin += block) {
     if (context.table.aborted()) return Errc::kPeerLost;
     const std::uint64_t count = std::min(block, range.end - begin);
     const Errc code = sources.block(begin, count, pointers.data());
     if (code != Errc::kOk) return code;
-    std::byte* const to = mine + begin * item;
-    if (operation.collective == Collective::kBroadcast) {
-      if (to != pointers[0]) std::memcpy(to, pointers[0], count * item);
-    } else {
-      const Outputs outputs(to, second != nullptr ? second + begin * item : nullptr);
+    void* const to = mine + begin * item;
+    for (std::size_t i = 0; i < other_count; ++i) places[i] = others[i] + begin * item;
+    if (!is_broadcast) {
+      const Outputs outputs(to, places.data(), other_count);
       reduce_local(operation.dtype, operation.op, outputs, pointers.data(), sources.count(), count);
+      continue;
     }
-    for (std::size_t i = 0; second == nullptr && i < other_count; ++i) {
-      std::byte* const other = others[i] + begin * item;
-      const bool has_it = operation.collective == Collective::kBroadcast && other == pointers[0];
-      if (!has_it) std::memcpy(other, to, count * item);
+    if (to != pointers[0]) std::memcpy(to, pointers[0], count * item);
+    for (std::size_t i = 0; i < other_count; ++i) {
+      if (places[i] != pointers[0]) std::memcpy(places[i], to, count * item);
     }
   }
   return Errc::kOk;
@@ -205,8 +204,7 @@ void sum_copies(const LocalContext& context, const PartTask& task) noexcept {
   }
   std::array<const void*, kMaxLocalRanks> pointers;
   for (std::uint32_t rank = 0; rank < context.local_size; ++rank) pointers[rank] = copy_of(context, task, rank) + 1;
-  reduce_local(operation.dtype, operation.op, Outputs(task.output(), nullptr), pointers.data(), context.local_size,
-               task.count);
+  reduce_local(operation.dtype, operation.op, task.output(), pointers.data(), context.local_size, task.count);
 }
 
 void stage_all_but_own(const LocalContext& context, const PartTask& task) noexcept {

@@ -44,24 +44,25 @@ COMMLIB_HALF inline void store_chunk(void* to, const float* from, std::size_t fi
   }
 }
 
-// The arrays are registers by the time the compiler is through, if it finds no choice to be made in the loop.
+// The arrays are registers by the time the compiler is through, if it finds no choice to be made in the loops, and turns
+// those over a chunk into vectors before it unrolls them: `unroll 1` sees to that.
 struct CombineChunks {
-  template <class To, class A, class B, class Op>
-  COMMLIB_HALF static void run(Op op, Outputs to, const void* a, const void* b, std::size_t count) noexcept {
-    to.second != nullptr ? chunks<true, To, A, B>(op, to, a, b, count) : chunks<false, To, A, B>(op, to, a, b, count);
-  }
-
- private:
-  template <bool kTwice, class To, class A, class B, class Op>
-  COMMLIB_HALF static void chunks(Op op, Outputs to, const void* a, const void* b, std::size_t count) noexcept {
-    for (std::size_t first = 0; first < count; first += kChunk) {
+  template <class T, class Op, class Last>
+  COMMLIB_HALF static void run(Op op, Last last, Outputs to, Inputs in, std::size_t begin, std::size_t end) noexcept {
+    for (; begin < end; begin += kChunk) {
       float left[kChunk];
       float right[kChunk];
-      load_chunk<A>(left, a, first);
-      load_chunk<B>(right, b, first);
-      for (std::size_t i = 0; i < kChunk; ++i) left[i] = op.of(left[i], right[i]);
-      store_chunk<To>(to.first, left, first);
-      if constexpr (kTwice) store_chunk<To>(to.second, left, first);
+      load_chunk<T>(left, in.sources[0], begin);
+      for (std::size_t source = 1; source + 1 < in.n; ++source) {
+        load_chunk<T>(right, in.sources[source], begin);
+#pragma GCC unroll 1
+        for (std::size_t i = 0; i < kChunk; ++i) left[i] = op.of(left[i], right[i]);
+      }
+      load_chunk<T>(right, in.sources[in.n - 1], begin);
+#pragma GCC unroll 1
+      for (std::size_t i = 0; i < kChunk; ++i) left[i] = last.of(left[i], right[i]);
+      store_chunk<T>(to.first, left, begin);
+      for (std::size_t other = 0; other < to.other_count; ++other) store_chunk<T>(to.others[other], left, begin);
     }
   }
 };
@@ -83,21 +84,6 @@ template <class To, class From>
   for (std::size_t i = 0; i < count; ++i) out[i].value = store<To>(load(in[i].value));
 }
 
-template <class Half, class Loop = CombineLoop>
-[[gnu::always_inline]] inline void combine_form(HalfForm form, ReduceOp op, double divisor, Outputs to, const void* a,
-                                                const void* b, std::size_t count) noexcept {
-  switch (form) {
-    case HalfForm::kWhole:
-      return combine_as<Half, Half, Half, Loop>(op, divisor, to, a, b, count);
-    case HalfForm::kStart:
-      return combine_as<float, Half, Half, Loop>(op, divisor, to, a, b, count);
-    case HalfForm::kMiddle:
-      return combine_as<float, float, Half, Loop>(op, divisor, to, a, b, count);
-    case HalfForm::kFinish:
-      return combine_as<Half, float, Half, Loop>(op, divisor, to, a, b, count);
-  }
-}
-
 const std::byte* behind(const void* data, std::size_t bytes) noexcept {
   return static_cast<const std::byte*>(data) + bytes;
 }
@@ -107,13 +93,13 @@ bool is_brain(DType dtype) noexcept { return dtype == DType::kBfloat16; }
 
 }  // namespace
 
-COMMLIB_CLONES void combine_float16(HalfForm form, ReduceOp op, double divisor, Outputs to, const void* a,
-                                    const void* b, std::size_t count) noexcept {
-  combine_form<Float16>(form, op, divisor, to, a, b, count);
+COMMLIB_CLONES void combine_float16(ReduceOp op, double divisor, Outputs to, Inputs in, std::size_t begin,
+                                    std::size_t end) noexcept {
+  combine_as<Float16>(op, divisor, to, in, begin, end);
 }
-COMMLIB_CLONES void combine_bfloat16(HalfForm form, ReduceOp op, double divisor, Outputs to, const void* a,
-                                     const void* b, std::size_t count) noexcept {
-  combine_form<Bfloat16>(form, op, divisor, to, a, b, count);
+COMMLIB_CLONES void combine_bfloat16(ReduceOp op, double divisor, Outputs to, Inputs in, std::size_t begin,
+                                     std::size_t end) noexcept {
+  combine_as<Bfloat16>(op, divisor, to, in, begin, end);
 }
 COMMLIB_CLONES void widen_float16(float* to, const void* from, std::size_t count) noexcept {
   convert_loop<float, Float16>(to, from, count);
@@ -128,10 +114,10 @@ COMMLIB_CLONES void narrow_bfloat16(void* to, const float* from, std::size_t cou
   convert_loop<Bfloat16, float>(to, from, count);
 }
 
-void combine_half_portable(DType dtype, HalfForm form, ReduceOp op, double divisor, Outputs to, const void* a,
-                           const void* b, std::size_t count) noexcept {
+void combine_half_portable(DType dtype, ReduceOp op, double divisor, Outputs to, Inputs in, std::size_t begin,
+                           std::size_t end) noexcept {
   const auto combine_this = is_brain(dtype) ? combine_bfloat16 : combine_float16;
-  combine_this(form, op, divisor, to, a, b, count);
+  combine_this(op, divisor, to, in, begin, end);
 }
 
 void widen_portable(DType dtype, float* to, const void* from, std::size_t count) noexcept {
@@ -142,15 +128,11 @@ void narrow_portable(DType dtype, void* to, const float* from, std::size_t count
   return is_brain(dtype) ? narrow_bfloat16(to, from, count) : narrow_float16(to, from, count);
 }
 
-void combine_half(DType dtype, HalfForm form, ReduceOp op, double divisor, Outputs to, const void* a, const void* b,
-                  std::size_t count) noexcept {
+void combine_half(DType dtype, ReduceOp op, double divisor, Outputs to, Inputs in, std::size_t count) noexcept {
   const std::size_t done = whole_chunks(count);
-  if (done > 0 && is_brain(dtype)) combine_form<Bfloat16, CombineChunks>(form, op, divisor, to, a, b, done);
-  if (done > 0 && !is_brain(dtype)) combine_form<Float16, CombineChunks>(form, op, divisor, to, a, b, done);
-  const bool is_to_wide = form == HalfForm::kStart || form == HalfForm::kMiddle;
-  const bool is_from_wide = form == HalfForm::kMiddle || form == HalfForm::kFinish;
-  combine_half_portable(dtype, form, op, divisor, to.behind(done * (is_to_wide ? 4 : 2)),
-                        behind(a, done * (is_from_wide ? 4 : 2)), behind(b, done * 2), count - done);
+  if (done > 0 && is_brain(dtype)) combine_as<Bfloat16, CombineChunks>(op, divisor, to, in, 0, done);
+  if (done > 0 && !is_brain(dtype)) combine_as<Float16, CombineChunks>(op, divisor, to, in, 0, done);
+  combine_half_portable(dtype, op, divisor, to, in, done, count);
 }
 
 void widen(DType dtype, float* to, const void* from, std::size_t count) noexcept {

@@ -15,24 +15,15 @@ namespace commlib {
 // In all of these `dtype` is kFloat16 or kBfloat16. 16-bit buffers may have any alignment; a destination may be the
 // very address of a source of the same width, else it overlaps none. An Average is summed, and divided by `divisor`.
 
-// What the two sides and the result of combine_half are.
-enum class HalfForm {
-  kWhole,   // 16 ∘ 16 → 16 bits, rounded once
-  kStart,   // 16 ∘ 16 → float32
-  kMiddle,  // float32 ∘ 16 → float32
-  kFinish,  // float32 ∘ 16 → 16 bits
-};
-
-// to[i] = a[i] ∘ b[i], in float32.
-void combine_half(DType dtype, HalfForm form, ReduceOp op, double divisor, Outputs to, const void* a, const void* b,
-                  std::size_t count) noexcept;
+// to[i] = (s0[i] ∘ s1[i]) ∘ s2[i] …, of two sources or more, in float32, rounded once.
+void combine_half(DType dtype, ReduceOp op, double divisor, Outputs to, Inputs in, std::size_t count) noexcept;
 
 void widen(DType dtype, float* to, const void* from, std::size_t count) noexcept;
 void narrow(DType dtype, void* to, const float* from, std::size_t count) noexcept;
 
-// As these three, without the help of special instructions.
-void combine_half_portable(DType dtype, HalfForm form, ReduceOp op, double divisor, Outputs to, const void* a,
-                           const void* b, std::size_t count) noexcept;
+// As these three, without the help of special instructions; elements from `begin` on.
+void combine_half_portable(DType dtype, ReduceOp op, double divisor, Outputs to, Inputs in, std::size_t begin,
+                           std::size_t end) noexcept;
 void widen_portable(DType dtype, float* to, const void* from, std::size_t count) noexcept;
 void narrow_portable(DType dtype, void* to, const float* from, std::size_t count) noexcept;
 

@@ -51,66 +51,58 @@ template <class T>
 
 }  // namespace
 
-COMMLIB_CLONES void combine_bool(ReduceOp op, double divisor, Outputs to, const void* a, const void* b,
-                                 std::size_t count) noexcept {
-  combine_as<Bool, Bool, Bool>(op, divisor, to, a, b, count);
+COMMLIB_CLONES void combine_bool(ReduceOp op, double divisor, Outputs to, Inputs in, std::size_t count) noexcept {
+  combine_as<Bool>(op, divisor, to, in, 0, count);
 }
-COMMLIB_CLONES void combine_uint8(ReduceOp op, double divisor, Outputs to, const void* a, const void* b,
-                                  std::size_t count) noexcept {
-  combine_as<std::uint8_t, std::uint8_t, std::uint8_t>(op, divisor, to, a, b, count);
+COMMLIB_CLONES void combine_uint8(ReduceOp op, double divisor, Outputs to, Inputs in, std::size_t count) noexcept {
+  combine_as<std::uint8_t>(op, divisor, to, in, 0, count);
 }
-COMMLIB_CLONES void combine_int8(ReduceOp op, double divisor, Outputs to, const void* a, const void* b,
-                                 std::size_t count) noexcept {
-  combine_as<std::int8_t, std::int8_t, std::int8_t>(op, divisor, to, a, b, count);
+COMMLIB_CLONES void combine_int8(ReduceOp op, double divisor, Outputs to, Inputs in, std::size_t count) noexcept {
+  combine_as<std::int8_t>(op, divisor, to, in, 0, count);
 }
-COMMLIB_CLONES void combine_int16(ReduceOp op, double divisor, Outputs to, const void* a, const void* b,
-                                  std::size_t count) noexcept {
-  combine_as<std::int16_t, std::int16_t, std::int16_t>(op, divisor, to, a, b, count);
+COMMLIB_CLONES void combine_int16(ReduceOp op, double divisor, Outputs to, Inputs in, std::size_t count) noexcept {
+  combine_as<std::int16_t>(op, divisor, to, in, 0, count);
 }
-COMMLIB_CLONES void combine_int32(ReduceOp op, double divisor, Outputs to, const void* a, const void* b,
-                                  std::size_t count) noexcept {
-  combine_as<std::int32_t, std::int32_t, std::int32_t>(op, divisor, to, a, b, count);
+COMMLIB_CLONES void combine_int32(ReduceOp op, double divisor, Outputs to, Inputs in, std::size_t count) noexcept {
+  combine_as<std::int32_t>(op, divisor, to, in, 0, count);
 }
-COMMLIB_CLONES void combine_int64(ReduceOp op, double divisor, Outputs to, const void* a, const void* b,
-                                  std::size_t count) noexcept {
-  combine_as<std::int64_t, std::int64_t, std::int64_t>(op, divisor, to, a, b, count);
+COMMLIB_CLONES void combine_int64(ReduceOp op, double divisor, Outputs to, Inputs in, std::size_t count) noexcept {
+  combine_as<std::int64_t>(op, divisor, to, in, 0, count);
 }
-COMMLIB_CLONES void combine_float32(ReduceOp op, double divisor, Outputs to, const void* a, const void* b,
-                                    std::size_t count) noexcept {
-  combine_as<float, float, float>(op, divisor, to, a, b, count);
+COMMLIB_CLONES void combine_float32(ReduceOp op, double divisor, Outputs to, Inputs in, std::size_t count) noexcept {
+  combine_as<float>(op, divisor, to, in, 0, count);
 }
-COMMLIB_CLONES void combine_float64(ReduceOp op, double divisor, Outputs to, const void* a, const void* b,
-                                    std::size_t count) noexcept {
-  combine_as<double, double, double>(op, divisor, to, a, b, count);
+COMMLIB_CLONES void combine_float64(ReduceOp op, double divisor, Outputs to, Inputs in, std::size_t count) noexcept {
+  combine_as<double>(op, divisor, to, in, 0, count);
 }
 
-void combine(DType dtype, ReduceOp op, double divisor, Outputs to, const void* a, const void* b,
-             std::size_t count) noexcept {
+void combine(DType dtype, ReduceOp op, double divisor, Outputs to, Inputs in, std::size_t count) noexcept {
   switch (dtype) {
     case DType::kBool:
-      return combine_bool(op, divisor, to, a, b, count);
+      return combine_bool(op, divisor, to, in, count);
     case DType::kUint8:
-      return combine_uint8(op, divisor, to, a, b, count);
+      return combine_uint8(op, divisor, to, in, count);
     case DType::kInt8:
-      return combine_int8(op, divisor, to, a, b, count);
+      return combine_int8(op, divisor, to, in, count);
     case DType::kInt16:
-      return combine_int16(op, divisor, to, a, b, count);
+      return combine_int16(op, divisor, to, in, count);
     case DType::kInt32:
-      return combine_int32(op, divisor, to, a, b, count);
+      return combine_int32(op, divisor, to, in, count);
     case DType::kInt64:
-      return combine_int64(op, divisor, to, a, b, count);
+      return combine_int64(op, divisor, to, in, count);
     case DType::kFloat32:
-      return combine_float32(op, divisor, to, a, b, count);
+      return combine_float32(op, divisor, to, in, count);
     case DType::kFloat64:
-      return combine_float64(op, divisor, to, a, b, count);
+      return combine_float64(op, divisor, to, in, count);
     case DType::kFloat16:
     case DType::kBfloat16:
-      return combine_half(dtype, HalfForm::kWhole, op, divisor, to, a, b, count);
+      return combine_half(dtype, op, divisor, to, in, count);
   }
 }
 
 COMMLIB_CLONES void normalise_bools(void* to, const void* from, std::size_t count) noexcept {
-  CombineLoop::run<Bool, Bool, Bool>(Sum{}, to, from, from, count);
+  const void* const twice[] = {from, from};
+  CombineLoop::run<Bool>(Sum{}, Sum{}, to, Inputs{twice, 2}, 0, count);
 }
 
 COMMLIB_CLONES void divide_float32(void* to, const void* from, double divisor, std::size_t count) noexcept {

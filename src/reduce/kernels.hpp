@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loops under reduce.hpp: two buffers at most, one pass, one operation. Each is compiled for several instruction
-// sets; all of them give the same bits, also for the odd elements at the end. Buffers may have any alignment; a
-// destination may be the very address of a source. Where there are two of them, both get all elements.
+// The loops under reduce.hpp: one pass, one operation. Each is compiled for several instruction sets; all of them give the
+// same bits, also for the odd elements at the end. Buffers may have any alignment; a destination may be the very address
+// of a source. Where there are several, all get all elements.
 #pragma once
 
 #include <cstddef>
@@ -12,10 +12,9 @@
 
 namespace commlib {
 
-// to[i] = a[i] ∘ b[i]. An Average is summed, and that of floats divided by `divisor`. 16-bit floats in float32, rounded
-// once. Every NaN comes out as the same one.
-void combine(DType dtype, ReduceOp op, double divisor, Outputs to, const void* a, const void* b,
-             std::size_t count) noexcept;
+// to[i] = (s0[i] ∘ s1[i]) ∘ s2[i] …, of two sources or more. An Average is summed, and that of floats divided by `divisor`.
+// 16-bit floats in float32, rounded once. Every NaN comes out as the same one.
+void combine(DType dtype, ReduceOp op, double divisor, Outputs to, Inputs in, std::size_t count) noexcept;
 
 // to[i] = (from[i] is not zero)
 void normalise_bools(void* to, const void* from, std::size_t count) noexcept;

@@ -23,16 +23,19 @@ template <class T>
   return static_cast<const Loose<T>*>(data);
 }
 
-// Where the same elements are written to: one place, or two, while they are at hand.
+// Where the same elements are read from, and where they are all written to while they are at hand. Views.
+struct Inputs {
+  const void* const* sources;
+  std::size_t n;  // ≥ 1
+};
+
 struct Outputs {
   void* first;
-  void* second;
-  Outputs(void* one, void* other = nullptr) noexcept : first(one), second(other) {}  // NOLINT: a pointer is one place
-
-  [[nodiscard]] Outputs behind(std::size_t bytes) const noexcept {
-    return {static_cast<std::byte*>(first) + bytes,
-            second != nullptr ? static_cast<std::byte*>(second) + bytes : nullptr};
-  }
+  void* const* others;
+  std::size_t other_count;
+  Outputs(void* one, void* const* more = nullptr,
+          std::size_t more_count = 0) noexcept  // NOLINT: a pointer is one place
+      : first(one), others(more), other_count(more_count) {}
 };
 
 }  // namespace commlib

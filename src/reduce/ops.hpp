@@ -5,9 +5,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <type_traits>
 
+#include "base/simd.hpp"
 #include "memory/buffer_view.hpp"
 #include "reduce/loose.hpp"
 
@@ -102,51 +104,92 @@ template <class T, class Number>
   }
 }
 
-// to[i] = a[i] ∘ b[i]. `ivdep` says that each place of `to` is `a` or `b` or overlaps neither, which the compiler would
-// else test at run time, to take a slow loop in place.
+// to[i] = (s0[i] ∘ s1[i]) ∘ s2[i] … for begin ≤ i < end; `last` is the operation of the last step. `ivdep` says that each
+// place of `to` is a source or overlaps none, which the compiler would else test at run time, to take a slow loop in place.
 struct CombineLoop {
-  template <class To, class A, class B, class Op>
-  [[gnu::always_inline]] static void run(Op op, Outputs to, const void* a, const void* b, std::size_t count) noexcept {
-    auto* const out = loose<To>(to.first);
-    const auto* const left = loose<A>(a);
-    const auto* const right = loose<B>(b);
-    if (to.second != nullptr) {
-      auto* const also = loose<To>(to.second);
+  template <class T, class Op, class Last>
+  [[gnu::always_inline]] static void run(Op op, Last last, Outputs to, Inputs in, std::size_t begin,
+                                         std::size_t end) noexcept {
+    if (in.n == 2 && to.other_count <= 1) return run_two<T>(last, to, in, begin, end);
+    // A cache line of every source at a time: the processor fetches ahead in all of them at once, and needs a place for
+    // none of them but the one in hand. With eight sources in eight places a third faster than source by source.
+    // (`unroll 1`: turned into vectors first; unrolled first, some of these loops would stay scalar.)
+    constexpr std::size_t kLine = 64 / sizeof(T);
+    for (; begin + kLine <= end; begin += kLine) run_line<T, kLine>(op, last, to, in, begin);
+    for (; begin < end; ++begin) run_line<T, 1>(op, last, to, in, begin);
+  }
+
+ private:
+  template <class T, class Last>
+  [[gnu::always_inline]] static void run_two(Last last, Outputs to, Inputs in, std::size_t begin,
+                                             std::size_t end) noexcept {
+    auto* const out = loose<T>(to.first);
+    const auto* const left = loose<T>(in.sources[0]);
+    const auto* const right = loose<T>(in.sources[1]);
+    if (to.other_count != 0) {
+      auto* const also = loose<T>(to.others[0]);
 #pragma GCC ivdep
-      for (std::size_t i = 0; i < count; ++i) {
-        const To result = store<To>(op.of(load(left[i].value), load(right[i].value)));
+      for (std::size_t i = begin; i < end; ++i) {
+        const T result = store<T>(last.of(load(left[i].value), load(right[i].value)));
         out[i].value = result;
         also[i].value = result;
       }
       return;
     }
 #pragma GCC ivdep
-    for (std::size_t i = 0; i < count; ++i) {
-      out[i].value = store<To>(op.of(load(left[i].value), load(right[i].value)));
+    for (std::size_t i = begin; i < end; ++i) {
+      out[i].value = store<T>(last.of(load(left[i].value), load(right[i].value)));
     }
+  }
+
+  template <class T, std::size_t kCount>
+  [[gnu::always_inline]] static void put(Loose<T>* out, const T (&results)[kCount]) noexcept {
+#pragma GCC unroll 1
+    for (std::size_t i = 0; i < kCount; ++i) out[i].value = results[i];
+  }
+
+  template <class T, std::size_t kCount, class Op, class Last>
+  [[gnu::always_inline]] static void run_line(Op op, Last last, Outputs to, Inputs in, std::size_t at) noexcept {
+    using Number = decltype(load(T{}));
+    Number line[kCount];
+    const auto* const start = loose<T>(in.sources[0]) + at;
+#pragma GCC unroll 1
+    for (std::size_t i = 0; i < kCount; ++i) line[i] = load(start[i].value);
+    for (std::size_t source = 1; source + 1 < in.n; ++source) {
+      const auto* const from = loose<T>(in.sources[source]) + at;
+      keep_rounds_apart();
+#pragma GCC unroll 1
+      for (std::size_t i = 0; i < kCount; ++i) line[i] = op.of(line[i], load(from[i].value));
+    }
+    const auto* const from = loose<T>(in.sources[in.n - 1]) + at;
+    T results[kCount];
+#pragma GCC unroll 1
+    for (std::size_t i = 0; i < kCount; ++i) results[i] = store<T>(last.of(line[i], load(from[i].value)));
+    put(loose<T>(to.first) + at, results);
+    for (std::size_t other = 0; other < to.other_count; ++other) put(loose<T>(to.others[other]) + at, results);
   }
 };
 
 // An Average is summed, and divided if `divisor` is not 1 (floats only).
-template <class To, class A, class B, class Loop = CombineLoop>
-[[gnu::always_inline]] inline void combine_as(ReduceOp op, double divisor, Outputs to, const void* a, const void* b,
-                                              std::size_t count) noexcept {
-  using Number = decltype(load(A{}));
+template <class T, class Loop = CombineLoop>
+[[gnu::always_inline]] inline void combine_as(ReduceOp op, double divisor, Outputs to, Inputs in, std::size_t begin,
+                                              std::size_t end) noexcept {
+  using Number = decltype(load(T{}));
   switch (op) {
     case ReduceOp::kAverage:
       if constexpr (std::is_floating_point_v<Number>) {
         const Mean<Number> mean{static_cast<Number>(divisor)};
-        if (divisor != 1) return Loop::template run<To, A, B>(mean, to, a, b, count);
+        if (divisor != 1) return Loop::template run<T>(Sum{}, mean, to, in, begin, end);
       }
       [[fallthrough]];
     case ReduceOp::kSum:
-      return Loop::template run<To, A, B>(Sum{}, to, a, b, count);
+      return Loop::template run<T>(Sum{}, Sum{}, to, in, begin, end);
     case ReduceOp::kMin:
-      return Loop::template run<To, A, B>(Min{}, to, a, b, count);
+      return Loop::template run<T>(Min{}, Min{}, to, in, begin, end);
     case ReduceOp::kMax:
-      return Loop::template run<To, A, B>(Max{}, to, a, b, count);
+      return Loop::template run<T>(Max{}, Max{}, to, in, begin, end);
     case ReduceOp::kProduct:
-      return Loop::template run<To, A, B>(Product{}, to, a, b, count);
+      return Loop::template run<T>(Product{}, Product{}, to, in, begin, end);
   }
 }
 

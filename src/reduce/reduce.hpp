@@ -33,7 +33,7 @@ namespace commlib {
 // For all three: `sources` are `n` ≥ 1 pointers to `count` elements each, at any alignment. `destination` may be the very
 // same address as one of the sources, else it overlaps none. count may be 0.
 
-// result[i] = op over sources, Average divided by n, to one place or two. Elements and result are of `dtype`.
+// result[i] = op over sources, Average divided by n, to one place or several. Elements and result are of `dtype`.
 void reduce_local(DType dtype, ReduceOp op, Outputs to, const void* const* sources, std::size_t n,
                   std::size_t count) noexcept;
 

@@ -390,7 +390,7 @@ const std::byte* ServerEngine::combine(SharePiece& piece) noexcept {
     Contribution& source = contribution(piece, terms.member);
     const void* const both[] = {piece.total, source.data};
     const auto dtype = static_cast<DType>(terms.dtype);
-    reduce_local(dtype, ReduceOp::kSum, Outputs{piece.total}, both, 2, piece.count);
+    reduce_local(dtype, ReduceOp::kSum, piece.total, both, 2, piece.count);
     // The own host takes it where it lies, with what others may have added by then; nobody minds. What travels is copied:
     // a stream might carry half an element of now and half of later.
     if (!source.slot) return piece.total;

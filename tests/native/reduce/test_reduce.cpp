@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -323,10 +324,41 @@ TEST_CASE("two outputs: both get the bits that one would, also where inputs lie"
           std::vector<const void*> sources(buffers.sources(), buffers.sources() + n);
           sources[n - 1] = last.data() + 1;
           std::vector<std::byte> first(bytes + 3);
-          const commlib::Outputs outputs(first.data() + 3, last.data() + 1);
+          void* const second = last.data() + 1;
+          const commlib::Outputs outputs(first.data() + 3, &second, 1);
           commlib::reduce_local(dtype, op, outputs, sources.data(), n, count);
           CHECK(std::memcmp(first.data() + 3, expected.data(), bytes) == 0);
           CHECK(std::memcmp(last.data() + 1, expected.data(), bytes) == 0);
+        }
+      }
+    }
+  });
+}
+
+TEST_CASE("all sources are outputs, in any order of these: all get the bits that one would, and none behind them") {
+  for_all_dtypes([&](auto zero, DType dtype) {
+    using T = decltype(zero);
+    for (const ReduceOp op : kOps) {
+      if (!commlib::is_supported(dtype, op)) continue;
+      for (const std::size_t n : {1u, 2u, 3u, 8u, 17u}) {
+        for (const std::size_t count : {0u, 1u, 31u, 33u, 1003u}) {
+          CAPTURE(static_cast<int>(dtype));
+          CAPTURE(static_cast<int>(op));
+          CAPTURE(n);
+          CAPTURE(count);
+          const std::size_t bytes = count * sizeof(T);
+          std::vector<std::byte> expected(bytes + 1);
+          Buffers<T> buffers(n, count, 1, Kind::kModerate, 17);
+          commlib::reduce_local(dtype, op, expected.data(), buffers.sources(), n, count);
+          // The calling rank's own place comes first, whichever source it is.
+          std::vector<void*> places(buffers.pointers);
+          std::rotate(places.begin(), places.begin() + static_cast<std::ptrdiff_t>(n / 2), places.end());
+          const commlib::Outputs outputs(places[0], places.data() + 1, n - 1);
+          commlib::reduce_local(dtype, op, outputs, buffers.sources(), n, count);
+          for (const void* place : buffers.pointers) {
+            CHECK(std::memcmp(place, expected.data(), bytes) == 0);
+            CHECK(static_cast<const std::byte*>(place)[bytes] == std::byte{0x5A});
+          }
         }
       }
     }
