@@ -609,12 +609,13 @@ void Worker::settle() {
   if (!state_->closing.load(std::memory_order_seq_cst)) state_->settle();
 }
 
-std::shared_ptr<Operation> Worker::reap() noexcept {
-  std::shared_ptr<Operation> operation = state_->finished.take();
-  if (operation != nullptr && operation->completion.failure().code == Errc::kOk) {
-    state_->finished_bytes.fetch_add(operation->bytes(), std::memory_order_relaxed);
-  }
-  return operation;
+void Worker::reap(void (*give_back)(void* custody)) noexcept {
+  state_->finished.reap([&](const Operation& operation) {
+    if (operation.completion.failure().code == Errc::kOk) {
+      state_->finished_bytes.fetch_add(operation.bytes(), std::memory_order_relaxed);
+    }
+    give_back(operation.custody);
+  });
 }
 
 void* Worker::allocate(std::size_t bytes) noexcept {
