@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -85,8 +86,18 @@ class Task:
 # In the ranks.
 
 
+def own_cpus() -> None:
+    """As hosts have CPUs of their own: one that computes is not slowed down by what another one sends.
+
+    Before anything starts a thread.
+    """
+    cpus = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cpus[int(os.environ["COMMLIB_RANK"]) :: 2] or cpus)
+
+
 def backward_seconds(task: Task) -> float:
     """How long a backward pass takes, while all ranks compute."""
+    own_cpus()
     import torch
 
     torch.set_num_threads(1)
@@ -108,6 +119,7 @@ def backward_seconds(task: Task) -> float:
 
 def work(task: Task) -> Turns:
     """In each rank: the turns of all contenders."""
+    own_cpus()
     import torch
 
     torch.set_num_threads(1)

@@ -38,7 +38,8 @@ from commlib.errors import CommlibError, OperationTimeout, UnsupportedError
 from commlib.torch import ops
 from commlib.torch.compression import Compressor
 
-BUCKET_BYTES = 1 << 20  # the first one leaves soon, and little is left when the last one does
+BUCKET_BYTES = 1 << 20  # the first one leaves soon
+_LEAST_BUCKET_BYTES = 1 << 17  # of those at the end, so that little is left when the last one leaves
 _LINE_BYTES = 64  # what a gradient in a bucket is aligned to
 _NEVER = 1 << 62
 _REPEATED = 1 << 16  # more than there are ranks, and told of by all of them in 32 bits
@@ -523,7 +524,7 @@ class Reducer:
         order = np.array([slot.ready_at for slot in chosen], np.int64)
         commlib.broadcast_(order, 0, name=f"{self.prefix}order")
         by_readiness = [chosen[i] for i in np.argsort(order, kind="stable")]
-        for slots in _divided(by_readiness, BUCKET_BYTES):
+        for slots in _divided(by_readiness):
             name = f"{self.prefix}bucket.{self._generation}"
             self._generation += 1
             # What forward needs first is what backward computes last.
@@ -606,13 +607,19 @@ def _view(flat: torch.Tensor, offset: int, param: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(param.shape, strides, offset)
 
 
-def _divided(slots: Sequence[Slot], nbytes: int) -> Iterable[list[Slot]]:
-    """The same in groups of one dtype and about ``nbytes``, in the order in which they are complete."""
+def _divided(slots: Sequence[Slot]) -> Iterable[list[Slot]]:
+    """The same in groups of one dtype, in the order in which they are complete: the smaller, the less comes after them.
+
+    Nobody waits for a large one at the end, which backward reaches last and forward needs first.
+    """
+    left = sum(slot.param.nbytes for slot in slots)
     open_groups: dict[torch.dtype, list[Slot]] = {}
     for slot in slots:
+        left -= slot.param.nbytes
         group = open_groups.setdefault(slot.param.dtype, [])
         group.append(slot)
-        if sum(member.param.nbytes for member in group) >= nbytes:
+        enough = min(BUCKET_BYTES, max(_LEAST_BUCKET_BYTES, left // 2))
+        if sum(member.param.nbytes for member in group) >= enough:
             yield open_groups.pop(slot.param.dtype)
     yield from open_groups.values()
 
