@@ -935,6 +935,37 @@ def test_scenario(name: str, size: int) -> None:
         assert results[name] == "passed", results[name]
 
 
+def test_buckets_are_smaller_towards_the_end() -> None:
+    """What is left when backward ends is little; all are whole, in order, and none has more than one dtype."""
+    from commlib.torch.reducer import BUCKET_BYTES, Slot, _divided
+
+    large = [torch.empty(512, 512) for _ in range(11)]
+    cases = [
+        ([*large, torch.empty(512, 64)], [1 << 20] * 11 + [1 << 17]),  # in the order of backward
+        ([torch.empty(256)] * 1000, None),
+        ([torch.empty(1 << 20)], [1 << 22]),
+        ([torch.empty(1)], [4]),
+        ([torch.empty(100_000, dtype=dtype) for dtype in (torch.float32, torch.float64) * 9], None),
+        ([], []),
+    ]
+    for params, expected in cases:
+        slots = [Slot(i, str(i), param) for i, param in enumerate(params)]
+        groups = list(_divided(slots))
+        sizes = [sum(slot.param.nbytes for slot in group) for group in groups]
+        assert sorted(slot.index for group in groups for slot in group) == list(range(len(params)))
+        assert all(len({slot.param.dtype for slot in group}) == 1 for group in groups)
+        assert expected is None or sizes == expected
+        for group, size in zip(groups, sizes, strict=True):
+            assert [slot.index for slot in group] == sorted(slot.index for slot in group)
+            assert size - group[-1].param.nbytes < BUCKET_BYTES
+        assert not sizes or len({slot.param.dtype for slot in slots}) > 1 or sizes == sorted(sizes, reverse=True)
+    thousand = [
+        sum(slot.param.nbytes for slot in group)
+        for group in _divided([Slot(i, "", p) for i, p in enumerate(cases[1][0])])
+    ]
+    assert thousand[-1] < 1 << 18 < thousand[0]
+
+
 def test_init_is_needed() -> None:
     assert results_of(before_init, 1)[0][0] == "NotInitializedError"
 
