@@ -552,10 +552,6 @@ cdef class ArenaBlock:
                 self.worker.core.free(self.data)
 
 
-cdef void drop_custody(void* custody) noexcept:
-    Py_DECREF(<object>custody)
-
-
 @cython.final
 @cython.no_gc_clear  # C++ depends on it as long as an operation is in flight
 cdef class Worker:
@@ -902,8 +898,12 @@ cdef class Worker:
 
     cdef int reap(self) except -1:
         """Give back what finished operations have held."""
-        self.core.reap(<GiveBack><void*>drop_custody)  # in this thread, which has the GIL
-        return 0
+        cdef shared_ptr[CppOperation] operation
+        while True:
+            operation = self.core.reap()
+            if operation.get() == NULL:
+                return 0
+            Py_DECREF(<object>operation.get().custody)
 
     # Memory ----------------------------------------------------------------------------------------------------------
 

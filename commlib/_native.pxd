@@ -21,8 +21,6 @@ cdef inline int translate() except -1:
     raise from_code(code, (<bytes>text).decode("utf-8", "replace"))
 
 
-ctypedef void (*GiveBack)(void* custody) noexcept nogil
-
 cdef extern from "commlib/commlib.hpp" namespace "commlib" nogil:
     cdef enum class Errc(int):
         kOk
@@ -155,7 +153,7 @@ cdef extern from "commlib/commlib.hpp" namespace "commlib" nogil:
         bool wait(CppOperation& operation, int timeout_ms) noexcept
         void hand_over(CppOperation& operation) noexcept
         void settle() except +translate
-        void reap(GiveBack give_back) noexcept
+        shared_ptr[CppOperation] reap() noexcept
         void* allocate(size_t bytes) noexcept
         void free(void* memory) noexcept
         size_t allocated_bytes() noexcept

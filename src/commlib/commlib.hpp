@@ -100,8 +100,8 @@ class Worker {
   void hand_over(Operation& operation) noexcept;
   // What is to be looked at later is not looked at: all such operations go to the local loop.
   void settle();
-  // To `give_back` the custody of every operation that has finished since the last time. Any thread.
-  void reap(void (*give_back)(void* custody)) noexcept;
+  // A finished operation whose custody is to be given back; nullptr if there is none.
+  [[nodiscard]] std::shared_ptr<Operation> reap() noexcept;
 
   // 64-byte aligned memory of the own arena; nullptr if it is full. Any thread.
   [[nodiscard]] void* allocate(std::size_t bytes) noexcept;

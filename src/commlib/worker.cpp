@@ -609,13 +609,13 @@ void Worker::settle() {
   if (!state_->closing.load(std::memory_order_seq_cst)) state_->settle();
 }
 
-void Worker::reap(void (*give_back)(void* custody)) noexcept {
-  state_->finished.reap([&](const Operation& operation) {
-    if (operation.completion.failure().code == Errc::kOk) {
-      state_->finished_bytes.fetch_add(operation.bytes(), std::memory_order_relaxed);
-    }
-    give_back(operation.custody);
-  });
+std::shared_ptr<Operation> Worker::reap() noexcept {
+  std::shared_ptr<Operation> operation = state_->finished.take();
+  // What it ended with may not be written yet; that it has failed is.
+  if (operation != nullptr && !operation->has_failed()) {
+    state_->finished_bytes.fetch_add(operation->bytes(), std::memory_order_relaxed);
+  }
+  return operation;
 }
 
 void* Worker::allocate(std::size_t bytes) noexcept {

@@ -9,9 +9,9 @@ namespace commlib {
 
 void Completion::complete(Failure failure) noexcept {
   failure_ = failure;
-  const std::uint32_t before = state_.exchange(kDone, std::memory_order_acq_rel);
-  if ((before & kAwaited) != 0) futex_wake(state_, INT32_MAX);
-  if ((before & kSubscribed) == 0) return;
+  const std::uint32_t before = state_.exchange(kDone, std::memory_order_seq_cst);
+  if (before == kAwaited) futex_wake(state_, INT32_MAX);
+  if (!has_subscribers_.load(std::memory_order_seq_cst)) return;  // as is most often so: no lock
   std::vector<std::pair<std::shared_ptr<CompletionQueue>, std::uint64_t>> subscribers;
   {
     const std::lock_guard lock(mutex_);
@@ -20,25 +20,19 @@ void Completion::complete(Failure failure) noexcept {
   for (auto& [queue, token] : subscribers) queue->push(token);
 }
 
-std::uint32_t Completion::mark(std::uint32_t bit) noexcept {
-  std::uint32_t seen = state_.load(std::memory_order_acquire);
-  while (seen != kDone && (seen & bit) == 0 &&
-         !state_.compare_exchange_weak(seen, seen | bit, std::memory_order_acq_rel, std::memory_order_acquire)) {
-  }
-  return seen;
-}
-
 bool Completion::wait(int timeout_ms) noexcept {
-  const std::uint32_t seen = mark(kAwaited);
-  if (seen != kDone) futex_wait(state_, seen | kAwaited, timeout_ms);
+  std::uint32_t seen = kOpen;
+  // A failed exchange says that it is done, or that another thread has already said that it sleeps here.
+  (void)state_.compare_exchange_strong(seen, kAwaited, std::memory_order_acq_rel, std::memory_order_acquire);
+  if (seen != kDone) futex_wait(state_, kAwaited, timeout_ms);
   return done();
 }
 
 void Completion::subscribe(std::shared_ptr<CompletionQueue> queue, std::uint64_t token) {
   {
     const std::lock_guard lock(mutex_);
-    // Under the lock: who completes it has to see the bit, and then waits for the list.
-    if (mark(kSubscribed) != kDone) {
+    has_subscribers_.store(true, std::memory_order_seq_cst);
+    if (state_.load(std::memory_order_seq_cst) != kDone) {
       subscribers_.emplace_back(std::move(queue), token);
       return;
     }
@@ -53,7 +47,8 @@ void Operation::note_failure(Failure failure) noexcept {
 }
 
 FinishedList::~FinishedList() {
-  reap([](Operation&) {});
+  while (take() != nullptr) {
+  }
 }
 
 void FinishedList::push(Operation* operation) noexcept {
@@ -61,6 +56,17 @@ void FinishedList::push(Operation* operation) noexcept {
   while (!head_.compare_exchange_weak(operation->next_finished, operation, std::memory_order_release,
                                       std::memory_order_relaxed)) {
   }
+}
+
+std::shared_ptr<Operation> FinishedList::take() noexcept {
+  if (head_.load(std::memory_order_relaxed) == nullptr && !has_taken_.load(std::memory_order_relaxed)) return nullptr;
+  const std::lock_guard lock(mutex_);
+  if (taken_ == nullptr) taken_ = head_.exchange(nullptr, std::memory_order_acquire);
+  if (taken_ == nullptr) return nullptr;
+  Operation* operation = taken_;
+  taken_ = operation->next_finished;
+  has_taken_.store(taken_ != nullptr, std::memory_order_relaxed);
+  return std::move(operation->self);
 }
 
 void finish_part(PartTask& task, Failure failure, FinishedList& finished) noexcept {

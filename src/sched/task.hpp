@@ -49,12 +49,11 @@ class Completion {
   void subscribe(std::shared_ptr<CompletionQueue> queue, std::uint64_t token);
 
  private:
-  // Bits: it is done; somebody may sleep; somebody has subscribed.
-  static constexpr std::uint32_t kDone = 1, kAwaited = 2, kSubscribed = 4;
-  // Set `bit` unless it is done; the state before.
-  std::uint32_t mark(std::uint32_t bit) noexcept;
-
-  std::atomic<std::uint32_t> state_{0};  // published by complete(); the futex word of wait()
+  static constexpr std::uint32_t kOpen = 0, kDone = 1, kAwaited = 2;  // kAwaited: somebody may sleep
+  std::atomic<std::uint32_t> state_{kOpen};  // published by complete(); the futex word of wait()
+  // Somebody has subscribed. This and `state_` are each written and then the other read, so that a subscriber that finds it
+  // not done is found by who completes it.
+  std::atomic<bool> has_subscribers_{false};
   Failure failure_{};
   std::mutex mutex_;  // guards subscribers_; a leaf in the order, nothing is called with it held but Inbox::push
   std::vector<std::pair<std::shared_ptr<CompletionQueue>, std::uint64_t>> subscribers_;
@@ -172,28 +171,23 @@ struct Disagreement {
   std::uint64_t round;
 };
 
-// Finished operations, for the binding to reap. Any thread pushes and reaps.
+// Finished operations, for the binding to reap. Any thread pushes and takes.
 class FinishedList {
  public:
   FinishedList() = default;
   ~FinishedList();
   void push(Operation* operation) noexcept;
-  // Takes all there are out of the list, and each, before it is dropped, to `take`.
-  template <typename Take>
-  void reap(Take take) noexcept {
-    if (head_.load(std::memory_order_relaxed) == nullptr) return;
-    for (Operation* next = head_.exchange(nullptr, std::memory_order_acquire); next != nullptr;) {
-      const std::shared_ptr<Operation> operation = std::move(next->self);
-      next = operation->next_finished;
-      take(*operation);
-    }
-  }
+  // nullptr if there is none. The caller gives `custody` back and drops the pointer.
+  [[nodiscard]] std::shared_ptr<Operation> take() noexcept;
 
   Inbox<Disagreement> disagreements;
   EventFd disagreement_event;  // signalled when there is one
 
  private:
   std::atomic<Operation*> head_{nullptr};
+  std::mutex mutex_;                    // guards taken_; a leaf in the order
+  Operation* taken_ = nullptr;          // taken off head_, not yet given out
+  std::atomic<bool> has_taken_{false};  // asked without the lock; who reads an old value comes again
 };
 
 // A part has let go of the operation's memory. The last one completes the operation.

@@ -67,7 +67,8 @@ class Averages {
       for (auto& loop : loops_) (void)loop();
     }
     for (std::uint32_t rank = 0; rank < job_.size(); ++rank) {
-      job_.worker(rank).reap([](void*) {});
+      while (job_.worker(rank).reap() != nullptr) {
+      }
     }
     return true;
   }

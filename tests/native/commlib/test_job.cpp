@@ -72,7 +72,8 @@ std::shared_ptr<Operation> submit(Worker& worker, const Request& request) {
 }
 
 void reap_all(Worker& worker) {
-  worker.reap([](void*) {});
+  while (worker.reap() != nullptr) {
+  }
 }
 
 // All ranks, each on its thread, sum tensors of these sizes for some rounds in place, carried out by whom it may be.

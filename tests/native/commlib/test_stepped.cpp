@@ -86,7 +86,8 @@ class Script {
       if (!worker.poll(*flight)) return;
       check(index, tensor, rank.rounds_begun[tensor], *flight);
       flight = nullptr;
-      worker.reap([](void*) {});
+      while (worker.reap() != nullptr) {
+      }
       ++finished_;
       return;
     }

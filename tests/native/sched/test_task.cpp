@@ -55,7 +55,9 @@ TEST_CASE("finished list: what several threads push is reaped by several, each o
   std::vector<std::atomic<int>> reaped(kPushers * kEach);
   std::atomic<int> pushing{kPushers};
   std::vector<std::weak_ptr<Operation>> pushed(kPushers * kEach);
-  const auto reap = [&] { list.reap([&](const Operation& operation) { ++reaped[operation.count]; }); };
+  const auto reap = [&] {
+    while (const std::shared_ptr<Operation> operation = list.take()) ++reaped[operation->count];
+  };
   std::vector<std::thread> threads;
   for (int pusher = 0; pusher < kPushers; ++pusher) {
     threads.emplace_back([&, pusher] {
