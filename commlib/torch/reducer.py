@@ -608,7 +608,7 @@ def _view(flat: torch.Tensor, offset: int, param: torch.Tensor) -> torch.Tensor:
 
 
 def _divided(slots: Sequence[Slot]) -> Iterable[list[Slot]]:
-    """The same in groups of one dtype, in the order in which they are complete: the smaller, the less comes after them.
+    """In groups of one dtype, in the order in which they are complete: the smaller, the less comes after them.
 
     Nobody waits for a large one at the end, which backward reaches last and forward needs first.
     """
