@@ -17,14 +17,6 @@
 #define COMMLIB_CLONES
 #endif
 
-namespace commlib {
-
-// In the body of a loop around a loop: the compiler must not merge (unroll and jam) rounds of the outer one, after which
-// it would not vectorise the inner one any more. It costs nothing.
-[[gnu::always_inline]] inline void keep_rounds_apart() noexcept { __asm__ volatile(""); }
-
-}  // namespace commlib
-
 #if defined(__x86_64__)
 
 #include <immintrin.h>

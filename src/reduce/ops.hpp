@@ -9,7 +9,6 @@
 #include <limits>
 #include <type_traits>
 
-#include "base/simd.hpp"
 #include "memory/buffer_view.hpp"
 #include "reduce/loose.hpp"
 
@@ -103,6 +102,10 @@ template <class T, class Number>
     return number;
   }
 }
+
+// In the body of a loop around a loop: the compiler must not merge (unroll and jam) rounds of the outer one, after which
+// it would not vectorise the inner one any more. It costs nothing.
+[[gnu::always_inline]] inline void keep_rounds_apart() noexcept { __asm__ volatile(""); }
 
 // to[i] = (s0[i] ∘ s1[i]) ∘ s2[i] … for begin ≤ i < end; `last` is the operation of the last step. `ivdep` says that each
 // place of `to` is a source or overlaps none, which the compiler would else test at run time, to take a slow loop in place.

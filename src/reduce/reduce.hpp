@@ -31,7 +31,7 @@ namespace commlib {
 }
 
 // For all three: `sources` are `n` ≥ 1 pointers to `count` elements each, at any alignment. `destination` may be the very
-// same address as one of the sources, else it overlaps none. count may be 0.
+// same address as one of the sources, else it overlaps none; so may each place of `to`, all of them apart. count may be 0.
 
 // result[i] = op over sources, Average divided by n, to one place or several. Elements and result are of `dtype`.
 void reduce_local(DType dtype, ReduceOp op, Outputs to, const void* const* sources, std::size_t n,
