@@ -73,6 +73,7 @@ bench: $(VENV)/.bench ## Measure it on this machine beside others, into benchmar
 
 soak: $(VENV)/.test ## The tests that run for minutes
 	@tools/system_packages
+	$(MAKE) -C tests/native TEST_TIMEOUT=1800 check-all
 	$(IN_VENV) python -m pytest -m soak -o faulthandler_timeout=0 --timeout=3600 $(PYTEST_ARGS)
 
 clean: ## Remove everything that was made

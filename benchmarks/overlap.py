@@ -3,10 +3,11 @@
 
     python benchmarks/overlap.py [--layers 12] [--width 512] [--batch 2048] [--quick] [--json FILE] [--png FILE]
 
-Hosts are network namespaces of this machine. Their links are made so fast that moving all gradients takes as long as
-the backward pass. What is reported is one iteration: of computing alone, of communicating alone, of both with
-commlib's optimizer, with its CrossBarrier, and with torch's DistributedDataParallel over gloo; and of both at once
-where neither has to wait for the other, which is as well as it can be done where they share the CPUs.
+Hosts are network namespaces of this machine. Before each round their links are made so fast that moving all gradients
+takes as long as the backward pass does at that time. What is reported is one iteration: of computing alone, of
+communicating alone, of both with commlib's optimizer, with its CrossBarrier, and with torch's DistributedDataParallel
+over gloo; and of both at once where neither has to wait for the other, which is as well as it can be done where they
+share the CPUs.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from harness import charts
 from harness.group import Layout, call
 from harness.libraries import GLOO, joined, present, what_is_missing
 from harness.options import NotHereError, positive, read_options, run_script
-from harness.report import Report, Row, rows_of
+from harness.report import Report, Row, row
 from harness.sizes import size_in_words, time_in_words
-from harness.turns import Contender, Turns, slowest, take_turns
+from harness.turns import Contender, Turns, of_all, slowest, take_turns
 from tests import lab
 
 TIMEOUT_S = 300
@@ -96,30 +97,32 @@ def own_cpus() -> None:
     os.sched_setaffinity(0, cpus[int(os.environ["COMMLIB_RANK"]) : even : 2] or cpus)
 
 
-def backward_seconds(task: Task) -> float:
-    """How long a backward pass takes, while all ranks compute."""
-    own_cpus()
+def _pacing(task: Task, hosts: lab.Lab, backward_s: list[float]) -> Callable[[], None]:
+    """Gives the links the rate that fits a backward pass, while all ranks compute, and notes how long that takes."""
     import torch
 
-    torch.set_num_threads(1)
-    commlib.init()
     network, (x, y) = task.network(), task.data()
-    seconds = []
-    warm_up = rounds = 2 * task.rounds  # the first ones find no memory that is there already
-    for _ in range(warm_up + rounds):
-        network.zero_grad()
-        loss = torch.nn.functional.cross_entropy(network(x), y)
+
+    def pace() -> None:
+        seconds = []
+        for _ in range(1 + task.iterations):  # the first one finds no memory that is there already
+            network.zero_grad()
+            loss = torch.nn.functional.cross_entropy(network(x), y)
+            commlib.barrier()
+            began = time.perf_counter()
+            loss.backward()
+            seconds.append(time.perf_counter() - began)
+        backward_s.append(of_all(statistics.median(seconds[1:])))
+        if commlib.rank() == 0:
+            for host in range(hosts.n_hosts):
+                hosts.pace(host, f"{round(8 * task.bytes_of_gradients / backward_s[-1])}bit")
         commlib.barrier()
-        began = time.perf_counter()
-        loss.backward()
-        seconds.append(time.perf_counter() - began)
-    commlib.barrier()
-    commlib.shutdown()
-    return statistics.median(seconds[warm_up:])
+
+    return pace
 
 
-def work(task: Task) -> Turns:
-    """In each rank: the turns of all contenders."""
+def work(task: Task, hosts: lab.Lab) -> tuple[Turns, list[float]]:
+    """In each rank: the turns of all contenders, and the seconds of a backward pass, by round."""
     own_cpus()
     import torch
 
@@ -134,17 +137,29 @@ def work(task: Task) -> Turns:
         ]
         if others.gloo is not None:
             runners.append(_with_ddp(task))
-        return take_turns(runners, rounds=task.rounds, batch_s=0, warm_up=1)
+        backward_s: list[float] = []
+        pace = _pacing(task, hosts, backward_s)
+        turns = take_turns(runners, rounds=task.rounds, batch_s=0, warm_up=1, before_round=pace)
+        return turns, backward_s[1:]
 
 
-def _training(task: Task, name: str, network: Any, optimizer: Any, finish: Callable[[], object]) -> Contender:
-    """Some iterations of a training script; the last one is over when its weights are there."""
+def _training(
+    task: Task,
+    name: str,
+    network: Any,
+    optimizer: Any,
+    *,
+    begin: Callable[[], object] = lambda: None,
+    finish: Callable[[], object] = lambda: None,
+) -> Contender:
+    """Some iterations of a training script, each after `begin`; the last one is over when its weights are there."""
     import torch
 
     x, y = task.data()
 
     def action() -> None:
         for _ in range(task.iterations):
+            begin()
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(network(x), y).backward()
             optimizer.step()
@@ -161,7 +176,8 @@ def _sgd(network: Any) -> Any:
 
 def _computing(task: Task) -> Contender:
     network = task.network()
-    return _training(task, COMPUTE, network, _sgd(network), lambda: None)
+    # All meet before each iteration, as they do where they exchange gradients: it lasts as long as the slower rank's.
+    return _training(task, COMPUTE, network, _sgd(network), begin=commlib.barrier)
 
 
 def _communicating(task: Task) -> Contender:
@@ -205,7 +221,7 @@ def _with_optimizer(task: Task) -> Contender:
 
     network = task.network()
     optimizer = bps.DistributedOptimizer(_sgd(network), network.named_parameters())
-    return _training(task, OPTIMIZER, network, optimizer, lambda: None)
+    return _training(task, OPTIMIZER, network, optimizer)
 
 
 def _with_cross_barrier(task: Task) -> Contender:
@@ -213,7 +229,7 @@ def _with_cross_barrier(task: Task) -> Contender:
 
     network = task.network()
     optimizer = CrossBarrier(network, _sgd(network), network.named_parameters())
-    return _training(task, CROSS_BARRIER, network, optimizer, optimizer.synchronize)
+    return _training(task, CROSS_BARRIER, network, optimizer, finish=optimizer.synchronize)
 
 
 def _with_ddp(task: Task) -> Contender:
@@ -221,7 +237,7 @@ def _with_ddp(task: Task) -> Contender:
 
     network = task.network()
     parallel = torch.nn.parallel.DistributedDataParallel(network)
-    return _training(task, DDP, parallel, _sgd(network), lambda: None)
+    return _training(task, DDP, parallel, _sgd(network))
 
 
 # In the benchmark itself.
@@ -235,7 +251,7 @@ def _more_options(parser: argparse.ArgumentParser) -> None:
 
 def main() -> None:
     """Measure, and show."""
-    options = read_options(__doc__ or "", sizes=(), rounds=(3, 5), more=_more_options)
+    options = read_options(__doc__ or "", sizes=(), rounds=(3, 9), more=_more_options)
     problem = lab.what_is_missing()
     if problem is not None:
         raise NotHereError(f"several hosts cannot be made: {problem}")
@@ -243,18 +259,20 @@ def main() -> None:
     if GLOO in missing and missing[GLOO] != "left out":
         raise NotHereError(missing[GLOO])
     own = options.own
-    task = Task(own.layers, own.width, own.batch, options.rounds, iterations=6, libraries=present(missing))
+    task = Task(own.layers, own.width, own.batch, options.rounds, iterations=4, libraries=present(missing))
     layout = Layout(hosts=2, ranks_per_host=1)
     report = Report("overlap", f"{task.layers} layers, {task.width} wide: training on 2 hosts", options, missing)
     with lab.Lab(layout.hosts) as hosts:
-        backward = max(call(backward_seconds, task, layout=layout, lab=hosts, timeout_s=TIMEOUT_S))
-    rate = round(8 * task.bytes_of_gradients / backward)
-    with lab.Lab(layout.hosts, rate=f"{rate}bit") as hosts:
-        by_rank: list[Turns] = call(work, task, layout=layout, lab=hosts, timeout_s=TIMEOUT_S)
-    report.rows += _rows(task, by_rank)
+        measured: list[tuple[Turns, list[float]]] = call(
+            work, task, hosts, layout=layout, lab=hosts, timeout_s=TIMEOUT_S
+        )
+    report.rows += _rows(task, [turns for turns, _ in measured])
+    _, backward = measured[0]
+    fastest, slowest_link = (8e-6 * task.bytes_of_gradients / seconds for seconds in (min(backward), max(backward)))
     report.notes += [
-        f"Medians over the rounds of the slowest rank; a turn is {task.iterations} iterations on one thread a rank. A "
-        f"backward pass takes {time_in_words(backward)}; links carry {rate / 1e6:.0f} Mbit/s each way, so that "
+        f"Medians over the rounds of the slowest rank, of the ratios, too; a turn is {task.iterations} iterations on "
+        f"one thread a rank. A backward pass takes {time_in_words(min(backward))} to {time_in_words(max(backward))}; "
+        f"links carry {slowest_link:.0f} to {fastest:.0f} Mbit/s each way, so that "
         f"{size_in_words(task.bytes_of_gradients)} of gradients take as long."
     ]
     report.finish(draw)
@@ -265,9 +283,22 @@ def _rows(task: Task, by_rank: Sequence[Turns]) -> list[Row]:
     rounds[SUM] = [a + b for a, b in zip(rounds[COMPUTE], rounds[COMMUNICATE], strict=True)]
     names = (COMPUTE, COMMUNICATE, SUM, AT_ONCE, OPTIMIZER, CROSS_BARRIER, DDP)
     ordered = {name: rounds[name] for name in names if name in rounds}
-    return list(
-        rows_of(SECTION, "iteration", ordered, size=task.bytes_of_gradients, references={"× one after the other": SUM})
-    )
+    # Round by round: from one to the next the machine, and with it the links, may have become faster or slower.
+    ratios = {
+        name: statistics.median(mine / both for mine, both in zip(seconds, rounds[SUM], strict=True))
+        for name, seconds in ordered.items()
+    }
+    return [
+        row(
+            SECTION,
+            "iteration",
+            name,
+            seconds,
+            size=task.bytes_of_gradients,
+            ratios={} if name == SUM else {"× one after the other": ratios[name]},
+        )
+        for name, seconds in ordered.items()
+    ]
 
 
 def draw(figure: Any, rows: list[Row]) -> None:

@@ -45,9 +45,16 @@ class Turn:
 Turns = dict[str, list[Turn]]  # by contender and round
 
 
-def take_turns(contenders: Sequence[Contender], *, rounds: int, batch_s: float = 0.01, warm_up: int = 2) -> Turns:
+def take_turns(
+    contenders: Sequence[Contender],
+    *,
+    rounds: int,
+    batch_s: float = 0.01,
+    warm_up: int = 2,
+    before_round: Callable[[], object] = lambda: None,
+) -> Turns:
     """Measure, on all ranks at once. Each turn lasts about `batch_s` seconds, or as long as the action does once; that
-    is always so with 0.
+    is always so with 0. `before_round` is called on all ranks.
     """
     repeats: dict[str, int] = {}
     for contender in contenders:
@@ -55,6 +62,7 @@ def take_turns(contenders: Sequence[Contender], *, rounds: int, batch_s: float =
         repeats[contender.name] = _repeats(contender, batch_s)
     turns: Turns = {contender.name: [] for contender in contenders}
     for number in range(warm_up + rounds):
+        before_round()
         first = number % len(contenders)
         for contender in (*contenders[first:], *contenders[:first]):
             turn = _turn(contender, repeats[contender.name])
@@ -80,13 +88,14 @@ def _repeats(contender: Contender, batch_s: float) -> int:
     """How many repetitions make a turn: the same number on all ranks."""
     if batch_s == 0:
         return 1
-    seconds = _of_all(_turn(contender, 1).seconds)
+    seconds = of_all(_turn(contender, 1).seconds)
     if seconds < batch_s:
-        seconds = _of_all(_turn(contender, 3).seconds)
+        seconds = of_all(_turn(contender, 3).seconds)
     return max(1, min(_MOST_REPEATS, math.ceil(batch_s / seconds)))
 
 
-def _of_all(seconds: float) -> float:
+def of_all(seconds: float) -> float:
+    """Those of the slowest rank."""
     slowest = commlib.push_pull(np.array([seconds]), name="benchmark/seconds", op=commlib.Max)
     return float(slowest[0])
 

@@ -14,6 +14,7 @@ eager mode they run in the order of the program.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -128,16 +129,25 @@ def _keeping(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*map(np.asarray, arrays))  # TensorFlow makes scalars of 0-d tensors
         except BaseException as error:
-            _last[:] = [error]
+            _last[:] = [_without_frames(error)]
             raise
 
     return keeping
 
 
+def _without_frames(error: BaseException) -> BaseException:
+    """A copy, which keeps nothing alive that was on the stack, such as the memory of tensors."""
+    try:
+        return copy.copy(error)
+    except Exception:
+        return error  # of a class that cannot be copied
+
+
 def last_error() -> BaseException | None:
     """The last exception that an operation has raised inside a ``tf.function``, or inside ``fit``; None: none has.
 
-    TensorFlow raises a ``tf.errors.OpError`` of its own there, whose text has the class and the words of this one.
+    TensorFlow raises a ``tf.errors.OpError`` of its own there, whose text has the class, the words and the traceback of
+    this one; it has no traceback itself.
     """
     return _last[0] if _last else None
 

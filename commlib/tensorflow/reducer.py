@@ -14,7 +14,6 @@ round, guard against changes.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,8 +24,7 @@ import commlib
 from commlib import ReduceOp
 from commlib.agreement import agree
 from commlib.api import session
-from commlib.errors import CommlibError, OperationTimeout
-from commlib.tensorflow import host
+from commlib.tensorflow import flights, host
 from commlib.tensorflow.compression import Cast
 from commlib.tensorflow.sparse import gathered
 
@@ -58,8 +56,6 @@ class _Step:
         self._op = op
         self._name = name
         self._facts = facts
-        self._lock = threading.Lock()
-        self._pending: dict[int, tuple[Any, Any]] = {}  # by group: flat buffer and handle
         commlib.declare([(self._name_of(i), sum(g.counts) * g.wire.size) for i, g in enumerate(groups)])
 
     def _name_of(self, number: int) -> str:
@@ -69,56 +65,40 @@ class _Step:
         """Copy the gradients of a group into a flat buffer, and start to reduce it."""
         group = self._groups[number]
         self._compare()
-        self._await_left_over(number)
         flat = host.empty((sum(group.counts),), group.wire)
         # A view of each costs as much as a small gradient's copy.
         parts = arrays if group.are_flat else [array.reshape(-1) for array in arrays]
         np.concatenate(parts, out=flat, casting="unsafe")
-        handle = session().worker.push_pull_ptr(
-            flat.ctypes.data,
-            flat.size,
-            group.wire.name,
-            None,
-            self._name_of(number),
-            self._op,
-            number,  # the last to come is the first that is needed
-            flat,
-            group.signature,
+        name = self._name_of(number)
+        flights.submit(
+            name,
+            lambda: session().worker.push_pull_ptr(
+                flat.ctypes.data,
+                flat.size,
+                group.wire.name,
+                None,
+                name,
+                self._op,
+                number,  # the last to come is the first that is needed
+                flat,
+                group.signature,
+            ),
         )
-        with self._lock:
-            self._pending[number] = flat, handle
         return [np.zeros((), np.int32)]
-
-    def _await_left_over(self, number: int) -> None:
-        """Of a step that was broken off there may be an operation in flight, which has the name."""
-        with self._lock:
-            left_over = self._pending.get(number)
-        if left_over is None:
-            return
-        try:
-            left_over[1].wait()
-        except OperationTimeout:
-            raise  # and it stays known
-        except CommlibError:
-            pass  # that step has raised it
-        with self._lock:
-            del self._pending[number]
 
     def finish(self, *inputs: Any) -> list[Any]:
         """Submit the last group, after what the calls for the others have returned; the flat buffers, reduced."""
         before = len(self._groups) - 1
         self.submit(before, *inputs[before:])
         results = []
-        for number, group in enumerate(self._groups):
-            with self._lock:
-                flat, handle = self._pending[number]
-            handle.wait()  # still there, should this be a timeout
-            with self._lock:
-                del self._pending[number]
+        flats = flights.wait([self._name_of(number) for number in range(len(self._groups))])
+        for group, flat in zip(self._groups, flats, strict=True):
             if group.wire is not group.dtype:
-                narrow, flat = flat, host.empty(flat.shape, group.dtype)
-                np.copyto(flat, narrow, casting="unsafe")
-            results.append(flat)
+                wide = host.empty(flat.shape, group.dtype)
+                np.copyto(wide, flat, casting="unsafe")
+                results.append(wide)
+            else:
+                results.append(flat)
         return results
 
     def _compare(self) -> None:

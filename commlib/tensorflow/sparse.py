@@ -15,8 +15,8 @@ import tensorflow as tf
 
 import commlib
 from commlib import Average, ReduceOp, Sum
-from commlib.errors import CommlibError, OperationTimeout
-from commlib.tensorflow import host
+from commlib.api import session
+from commlib.tensorflow import flights, host
 
 
 def gathered(slices: Sequence[tf.IndexedSlices], op: ReduceOp, name: str) -> list[tf.IndexedSlices]:
@@ -33,11 +33,22 @@ def gathered(slices: Sequence[tf.IndexedSlices], op: ReduceOp, name: str) -> lis
         host.check_dtype(one.values.dtype)
     rank, size = commlib.rank(), commlib.size()
 
+    def add_up(step: int, name: str, array: Any) -> None:
+        # That all are in the same step is a part of what the core compares.
+        worker = session().worker
+        flights.submit(
+            name,
+            lambda: worker.push_pull_ptr(
+                array.ctypes.data, array.size, array.dtype.name, None, name, Sum, 0, array, [step, *array.shape]
+            ),
+        )
+
     def run(*arrays: Any) -> list[Any]:
+        step = flights.step(name)
         counts = np.zeros((size, len(slices)), np.int64)
         counts[rank] = [len(values) for values in arrays[0::2]]
-        commlib.push_pull_(counts, name=f"{name}.counts", op=Sum)
-        results, handles = [], []
+        add_up(step, f"{name}.counts", counts)
+        flights.wait([f"{name}.counts"])
         for number, array in enumerate(arrays):
             column = counts[:, number // 2]
             begin = int(column[:rank].sum())
@@ -45,10 +56,8 @@ def gathered(slices: Sequence[tf.IndexedSlices], op: ReduceOp, name: str) -> lis
             result[begin : begin + len(array)] = array
             if op == Average and number % 2 == 0:
                 np.divide(result, size, out=result, casting="unsafe")
-            results.append(result)
-            handles.append(commlib.push_pull_async_(result, name=f"{name}.{number}", op=Sum))
-        _await_all(handles)
-        return results
+            add_up(step, f"{name}.{number}", result)
+        return flights.wait([f"{name}.{number}" for number in range(len(arrays))])
 
     inputs = [tensor for one in slices for tensor in (one.values, one.indices)]
     outputs = host.call(run, inputs, [tensor.dtype for tensor in inputs])
@@ -58,17 +67,3 @@ def gathered(slices: Sequence[tf.IndexedSlices], op: ReduceOp, name: str) -> lis
         indices.set_shape([None])
         together.append(tf.IndexedSlices(values, indices, one.dense_shape))
     return together
-
-
-def _await_all(handles: Sequence[commlib.Handle]) -> None:
-    """Wait for all, then raise the first error: what is left in flight has its name, which the next step needs."""
-    errors = []
-    for handle in handles:
-        try:
-            handle.wait()
-        except OperationTimeout:
-            raise
-        except CommlibError as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]

@@ -190,7 +190,7 @@ int Stream::send(FrameSink& sink, TransportCounters& counters, bool* wanted, boo
       if (errno != EINTR) on_send_failure(errno);
       continue;
     }
-    if (static_cast<std::size_t>(gone) < bytes) writable_ = false;
+    if (static_cast<std::size_t>(gone) < bytes) on_full();
     turn += static_cast<std::size_t>(gone);
     ++moved;
     complete(static_cast<std::size_t>(gone), sink, counters);
@@ -243,10 +243,17 @@ void Stream::on_send_failure(int os_error) noexcept {
   writable_ = false;
   if (is_shortage(os_error)) {
     stalled_ = true;
-  } else if (os_error != EAGAIN) {
+  } else if (os_error == EAGAIN) {
+    on_full();
+  } else {
     send_error_ = os_error;
     readable_ = true;
   }
+}
+
+void Stream::on_full() noexcept {
+  writable_ = false;
+  bound_.on_full(socket_.get());
 }
 
 }  // namespace commlib

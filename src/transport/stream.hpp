@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "base/fd.hpp"
+#include "transport/send_bound.hpp"
 #include "transport/transport.hpp"
 
 namespace commlib {
@@ -65,6 +66,7 @@ class Stream {
   void end_frame(FrameSink& sink, TransportCounters& counters) noexcept;
   void on_receive_failure(int os_error) noexcept;
   void on_send_failure(int os_error) noexcept;
+  void on_full() noexcept;
 
   Fd socket_;
   const PeerId peer_;
@@ -84,6 +86,7 @@ class Stream {
   std::size_t first_ = 0;
   std::size_t count_ = 0;
   std::size_t sent_ = 0;
+  SendBound bound_;
 
   // Receiving: the frame of which `payload_left_` bytes are missing, to be put at `into_`.
   Frame frame_;

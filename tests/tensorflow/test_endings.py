@@ -132,3 +132,46 @@ def test_who_does_not_come_is_named(way: str) -> None:
         assert steps == 2, given
         assert "rank 1" in text or "left the job" in text, given
     assert "OperationTimeout" in (given[0][2], given[2][2])
+
+
+# Each gives, of every step, the error's class, or which steps of the two ranks were added up.
+LATE = """
+    import numpy as np
+    import tensorflow as tf
+    import commlib.tensorflow as bps
+    from commlib.errors import CommlibError
+    from commlib.tensorflow import sparse
+    from tests.launch import announce, give, listen
+
+    bps.init()
+    rank, steps = bps.rank(), []
+    for step in range(1, 7):
+        if step == 2 and rank == 1:
+            listen()
+        slices = tf.IndexedSlices(tf.fill([1 + rank, 3], float(step)), tf.range(1 + rank), (9, 3))
+        try:
+            (result,) = sparse.gathered([slices], bps.Sum, "late")
+        except CommlibError as error:
+            steps.append(type(error).__name__)
+        else:
+            steps.append((result.values[0, 0].numpy(), result.values[1, 0].numpy()))
+        if step == 2 and rank == 0:
+            announce("late")
+    give(steps)
+"""
+
+
+def test_steps_that_were_broken_off_are_not_mixed_with_others() -> None:
+    with Job(LATE, hosts=[2], env={"COMMLIB_OPERATION_TIMEOUT_S": "1"}) as job:
+        job.await_event("late", ranks=[0], timeout=60)
+        job.tell(1, "go")
+        given = [outcome.value for outcome in job.wait(60)]
+    for steps in given:
+        assert steps[0] == (1, 1)
+        assert all(isinstance(one, str) or one[0] == one[1] for one in steps), given
+    assert given[0][1] == "OperationTimeout"
+    assert {one for steps in given for one in steps[1:] if isinstance(one, str)} <= {
+        "OperationTimeout",
+        "MismatchError",
+        "PeerLostError",  # the other has ended
+    }, given

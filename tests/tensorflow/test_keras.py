@@ -442,20 +442,27 @@ def test_several_replicas_a_process(size: int) -> None:
     assert results == [results[0]] * size
 
 
-@pytest.mark.parametrize("order", [("torch", "tensorflow"), ("tensorflow", "torch")])
-def test_both_adapters_in_one_process(order: tuple[str, str]) -> None:
-    script = f"""
-        import commlib.{order[0]} as first
-        import sys
-        other = {order[1]!r}
-        assert other not in sys.modules, other
-        import commlib.{order[1]} as second
-        import tensorflow as tf, torch
-        import commlib.torch, commlib.tensorflow
-        from tests.launch import give
-        first.init()
-        one = commlib.torch.push_pull(torch.ones(3), op=first.Sum)
-        two = commlib.tensorflow.push_pull(tf.ones(3), op=first.Sum)
-        give((one.tolist(), two.numpy().tolist()))
-    """
-    assert run_job(script, hosts=[2], timeout=100) == [([2.0] * 3, [2.0] * 3)] * 2
+# One rank in one order, the other in the other.
+BOTH_ADAPTERS = """
+    import importlib, os, sys
+
+    order = ["torch", "tensorflow"]
+    if os.environ["COMMLIB_RANK"] == "1":
+        order.reverse()
+    first = importlib.import_module(f"commlib.{order[0]}")
+    assert order[1] not in sys.modules, order
+    importlib.import_module(f"commlib.{order[1]}")
+    import tensorflow as tf, torch
+    import commlib.torch, commlib.tensorflow
+    from tests.launch import give
+
+    first.init()
+    one = commlib.torch.push_pull(torch.ones(3), op=first.Sum)
+    two = commlib.tensorflow.push_pull(tf.ones(3), op=first.Sum)
+    give((order[0], one.tolist(), two.numpy().tolist()))
+"""
+
+
+def test_both_adapters_in_one_process() -> None:
+    given = run_job(BOTH_ADAPTERS, hosts=[2], timeout=100)
+    assert given == [("torch", [2.0] * 3, [2.0] * 3), ("tensorflow", [2.0] * 3, [2.0] * 3)]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,8 @@ import tensorflow as tf
 
 import commlib.tensorflow as bps
 from commlib.errors import MismatchError
+from commlib.tensorflow import flights
 from commlib.tensorflow.keras import DistributedOptimizer
-from commlib.tensorflow.sparse import _await_all
 from tests.tensorflow import message_of, outcomes, results_of
 
 pytestmark = pytest.mark.timeout(240)  # one job runs them all
@@ -242,7 +243,10 @@ def scenario_what_goes_with_slices_is_waited_for() -> None:
             if self.number != 1:
                 raise MismatchError(f"number {self.number}")
 
-    error, text = message_of(lambda: _await_all([Fails(number) for number in range(3)]))  # type: ignore[misc]
+    names = [f"slices.{number}" for number in range(3)]
+    for number, name in enumerate(names):
+        flights.submit(name, functools.partial(Fails, number))  # type: ignore[arg-type]
+    error, text = message_of(lambda: flights.wait(names))
     assert (error, text) == ("MismatchError", "number 0")
     assert waited == [0, 1, 2]
 

@@ -160,7 +160,7 @@ void explore(const Plan& plan, std::uint64_t seeds) {
 #if defined(__SANITIZE_THREAD__)
   seeds = 3;  // there is one thread here
 #endif
-  for (std::uint64_t seed = 1; seed <= seeds; ++seed) {
+  for (std::uint64_t seed = 1; seed <= tried(seeds); ++seed) {
     CAPTURE(seed);
     Script script(plan, seed);
     const bool ended = script.run();

@@ -229,7 +229,7 @@ void attack(std::vector<std::uint32_t> ranks_per_host, std::uint32_t servers, st
   options.arena_bytes = 16 << 20;
   options.threads = false;
   options.last_host_is_raw = true;
-  for (std::uint64_t seed = 1; seed <= seeds; ++seed) {
+  for (std::uint64_t seed = 1; seed <= tried(seeds); ++seed) {
     CAPTURE(seed);
     Impostor impostor(options, seed);
     CHECK(impostor.run());
