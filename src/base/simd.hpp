@@ -22,6 +22,7 @@
 #include <immintrin.h>
 
 #define COMMLIB_HALF __attribute__((target("avx2,f16c")))
+#define COMMLIB_WIDE_HALF __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512vl")))
 
 namespace commlib {
 
@@ -36,63 +37,108 @@ inline constexpr std::uint32_t kDefaultFloatModes = 0x1F80;
 inline void set_float_modes(std::uint32_t modes) noexcept { _mm_setcsr(modes); }
 
 // Sixteen 16-bit floats (float16: halves, bfloat16: brains) to float32, and back to nearest even with every NaN the
-// same, in functions that are COMMLIB_HALF and only run where has_half_instructions(). Any alignment.
-[[nodiscard]] inline bool has_half_instructions() noexcept {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-}
-
-COMMLIB_HALF inline void copy_16_floats(void* to, const void* from) noexcept {
-  const auto* const numbers = static_cast<const float*>(from);
-  _mm256_storeu_ps(static_cast<float*>(to), _mm256_loadu_ps(numbers));
-  _mm256_storeu_ps(static_cast<float*>(to) + 8, _mm256_loadu_ps(numbers + 8));
-}
-
-COMMLIB_HALF inline void load_16_halves(float* to, const void* from) noexcept {
-  const auto* const halves = static_cast<const __m128i_u*>(from);
-  _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_loadu_si128(halves)));
-  _mm256_storeu_ps(to + 8, _mm256_cvtph_ps(_mm_loadu_si128(halves + 1)));
-}
-
-COMMLIB_HALF inline __m128i narrowed_to_halves(__m256 numbers) noexcept {
-  const __m256 is_nan = _mm256_cmp_ps(numbers, numbers, _CMP_UNORD_Q);
-  const __m256 checked = _mm256_blendv_ps(numbers, _mm256_set1_ps(__builtin_nanf("")), is_nan);
-  return _mm256_cvtps_ph(checked, _MM_FROUND_TO_NEAREST_INT);
-}
-COMMLIB_HALF inline void store_16_halves(void* to, const float* from) noexcept {
-  auto* const halves = static_cast<__m128i_u*>(to);
-  _mm_storeu_si128(halves, narrowed_to_halves(_mm256_loadu_ps(from)));
-  _mm_storeu_si128(halves + 1, narrowed_to_halves(_mm256_loadu_ps(from + 8)));
-}
-
-COMMLIB_HALF inline void load_16_brains(float* to, const void* from) noexcept {
-  const auto* const brains = static_cast<const __m128i_u*>(from);
-  for (int i = 0; i < 2; ++i) {
-    const __m256i wide = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(brains + i)), 16);
-    _mm256_storeu_ps(to + 8 * i, _mm256_castsi256_ps(wide));
+// same. In functions that are COMMLIB_HALF, and run only where it is supported. Any
+// alignment.
+struct HalfChunk {
+  [[nodiscard]] static bool is_supported() noexcept {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
   }
-}
 
-// As Bfloat16::of (reduce/half.hpp), in the low halves of eight words.
-COMMLIB_HALF inline __m256i narrowed_to_brains(__m256 numbers) noexcept {
-  const __m256i wide = _mm256_castps_si256(numbers);
-  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(wide, 16), _mm256_set1_epi32(1));
-  const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(wide, _mm256_set1_epi32(0x7FFF)), odd);
-  const __m256 is_nan = _mm256_cmp_ps(numbers, numbers, _CMP_UNORD_Q);
-  const __m256 checked = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_set1_ps(__builtin_nanf("")), is_nan);
-  return _mm256_srli_epi32(_mm256_castps_si256(checked), 16);
-}
-COMMLIB_HALF inline void store_16_brains(void* to, const float* from) noexcept {
-  const __m256i low = narrowed_to_brains(_mm256_loadu_ps(from));
-  const __m256i high = narrowed_to_brains(_mm256_loadu_ps(from + 8));
-  const __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xD8);  // undoes the packing by lanes
-  _mm256_storeu_si256(static_cast<__m256i_u*>(to), both);
-}
+  COMMLIB_HALF static inline void copy_floats(void* to, const void* from) noexcept {
+    const auto* const numbers = static_cast<const float*>(from);
+    _mm256_storeu_ps(static_cast<float*>(to), _mm256_loadu_ps(numbers));
+    _mm256_storeu_ps(static_cast<float*>(to) + 8, _mm256_loadu_ps(numbers + 8));
+  }
+
+  COMMLIB_HALF static inline void load_halves(float* to, const void* from) noexcept {
+    const auto* const halves = static_cast<const __m128i_u*>(from);
+    _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_loadu_si128(halves)));
+    _mm256_storeu_ps(to + 8, _mm256_cvtph_ps(_mm_loadu_si128(halves + 1)));
+  }
+
+  COMMLIB_HALF static inline __m128i narrowed_to_halves(__m256 numbers) noexcept {
+    const __m256 is_nan = _mm256_cmp_ps(numbers, numbers, _CMP_UNORD_Q);
+    const __m256 checked = _mm256_blendv_ps(numbers, _mm256_set1_ps(__builtin_nanf("")), is_nan);
+    return _mm256_cvtps_ph(checked, _MM_FROUND_TO_NEAREST_INT);
+  }
+  COMMLIB_HALF static inline void store_halves(void* to, const float* from) noexcept {
+    auto* const halves = static_cast<__m128i_u*>(to);
+    _mm_storeu_si128(halves, narrowed_to_halves(_mm256_loadu_ps(from)));
+    _mm_storeu_si128(halves + 1, narrowed_to_halves(_mm256_loadu_ps(from + 8)));
+  }
+
+  COMMLIB_HALF static inline void load_brains(float* to, const void* from) noexcept {
+    const auto* const brains = static_cast<const __m128i_u*>(from);
+    for (int i = 0; i < 2; ++i) {
+      const __m256i wide = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(brains + i)), 16);
+      _mm256_storeu_ps(to + 8 * i, _mm256_castsi256_ps(wide));
+    }
+  }
+
+  // As Bfloat16::of (reduce/half.hpp), in the low halves of eight words.
+  COMMLIB_HALF static inline __m256i narrowed_to_brains(__m256 numbers) noexcept {
+    const __m256i wide = _mm256_castps_si256(numbers);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(wide, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(wide, _mm256_set1_epi32(0x7FFF)), odd);
+    const __m256 is_nan = _mm256_cmp_ps(numbers, numbers, _CMP_UNORD_Q);
+    const __m256 checked = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_set1_ps(__builtin_nanf("")), is_nan);
+    return _mm256_srli_epi32(_mm256_castps_si256(checked), 16);
+  }
+  COMMLIB_HALF static inline void store_brains(void* to, const float* from) noexcept {
+    const __m256i low = narrowed_to_brains(_mm256_loadu_ps(from));
+    const __m256i high = narrowed_to_brains(_mm256_loadu_ps(from + 8));
+    const __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xD8);  // undoes the packing by lanes
+    _mm256_storeu_si256(static_cast<__m256i_u*>(to), both);
+  }
+};
+
+// The same in one register, in functions that are COMMLIB_WIDE_HALF: with half as many instructions they keep up with the
+// memory, which the others do not quite.
+struct WideHalfChunk {
+  static constexpr __mmask16 kAll = 0xFFFF;  // without a mask gcc 12 warns of the undefined value that it begins with
+
+  [[nodiscard]] static bool is_supported() noexcept {
+    return HalfChunk::is_supported() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl");
+  }
+
+  COMMLIB_WIDE_HALF static inline void copy_floats(void* to, const void* from) noexcept {
+    _mm512_storeu_ps(to, _mm512_loadu_ps(from));
+  }
+
+  COMMLIB_WIDE_HALF static inline void load_halves(float* to, const void* from) noexcept {
+    _mm512_storeu_ps(to, _mm512_maskz_cvtph_ps(kAll, _mm256_loadu_si256(static_cast<const __m256i_u*>(from))));
+  }
+  COMMLIB_WIDE_HALF static inline void store_halves(void* to, const float* from) noexcept {
+    const __m512 numbers = _mm512_loadu_ps(from);
+    const __m512 checked = numbers == numbers ? numbers : __m512{} + __builtin_nanf("");
+    _mm256_storeu_si256(static_cast<__m256i_u*>(to), _mm512_maskz_cvtps_ph(kAll, checked, _MM_FROUND_TO_NEAREST_INT));
+  }
+
+  COMMLIB_WIDE_HALF static inline void load_brains(float* to, const void* from) noexcept {
+    const __m256i brains = _mm256_loadu_si256(static_cast<const __m256i_u*>(from));
+    const Words wide = reinterpret_cast<Words>(_mm512_maskz_cvtepu16_epi32(kAll, brains)) << 16;
+    __builtin_memcpy(to, &wide, sizeof wide);
+  }
+  COMMLIB_WIDE_HALF static inline void store_brains(void* to, const float* from) noexcept {
+    const __m512 numbers = _mm512_loadu_ps(from);
+    const auto wide = reinterpret_cast<Words>(numbers);
+    const Words rounded = wide + 0x7FFF + (wide >> 16 & 1);
+    const Words checked = (numbers == numbers ? rounded : Words{} + 0x7FC0'0000) >> 16;
+    const __m256i brains = _mm512_maskz_cvtepi32_epi16(kAll, reinterpret_cast<__m512i>(checked));
+    _mm256_storeu_si256(static_cast<__m256i_u*>(to), brains);
+  }
+
+ private:
+  using Words [[gnu::vector_size(64)]] = std::uint32_t;
+};
 
 }  // namespace commlib
 
 #elif defined(__aarch64__)
 
 #define COMMLIB_HALF
+#define COMMLIB_WIDE_HALF
 
 namespace commlib {
 
@@ -105,12 +151,15 @@ inline constexpr std::uint32_t kDefaultFloatModes = 0;
 inline void set_float_modes(std::uint32_t modes) noexcept { __builtin_aarch64_set_fpcr(modes); }
 
 // The portable conversion is vectorised well enough here.
-[[nodiscard]] inline bool has_half_instructions() noexcept { return false; }
-inline void copy_16_floats(void*, const void*) noexcept {}
-inline void load_16_halves(float*, const void*) noexcept {}
-inline void store_16_halves(void*, const float*) noexcept {}
-inline void load_16_brains(float*, const void*) noexcept {}
-inline void store_16_brains(void*, const float*) noexcept {}
+struct HalfChunk {
+  [[nodiscard]] static bool is_supported() noexcept { return false; }
+  static void copy_floats(void*, const void*) noexcept {}
+  static void load_halves(float*, const void*) noexcept {}
+  static void store_halves(void*, const float*) noexcept {}
+  static void load_brains(float*, const void*) noexcept {}
+  static void store_brains(void*, const float*) noexcept {}
+};
+using WideHalfChunk = HalfChunk;
 
 }  // namespace commlib
 

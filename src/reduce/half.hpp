@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/simd.hpp"
 #include "memory/buffer_view.hpp"
 #include "reduce/loose.hpp"
 
@@ -16,10 +17,14 @@ namespace commlib {
 // very address of a source of the same width, else it overlaps none. An Average is summed, and divided by `divisor`.
 
 // to[i] = (s0[i] ∘ s1[i]) ∘ s2[i] …, of two sources or more, in float32, rounded once.
-void combine_half(DType dtype, ReduceOp op, double divisor, Outputs to, Inputs in, std::size_t count) noexcept;
+// `wide`, here and below: with the widest registers; only where WideHalfChunk::is_supported().
+void combine_half(DType dtype, ReduceOp op, double divisor, Outputs to, Inputs in, std::size_t count,
+                  bool wide = WideHalfChunk::is_supported()) noexcept;
 
-void widen(DType dtype, float* to, const void* from, std::size_t count) noexcept;
-void narrow(DType dtype, void* to, const float* from, std::size_t count) noexcept;
+void widen(DType dtype, float* to, const void* from, std::size_t count,
+           bool wide = WideHalfChunk::is_supported()) noexcept;
+void narrow(DType dtype, void* to, const float* from, std::size_t count,
+            bool wide = WideHalfChunk::is_supported()) noexcept;
 
 // As these three, without the help of special instructions; elements from `begin` on.
 void combine_half_portable(DType dtype, ReduceOp op, double divisor, Outputs to, Inputs in, std::size_t begin,

@@ -39,15 +39,20 @@ struct Format {
 constexpr Format kFloat16{DType::kFloat16, 5, 10};
 constexpr Format kBfloat16{DType::kBfloat16, 8, 7};
 
-std::vector<float> widened(DType dtype, const std::vector<std::uint16_t>& from) {
+const bool kIsWide = commlib::WideHalfChunk::is_supported();
+
+// The widths of registers that there are here.
+std::vector<bool> widths() { return kIsWide ? std::vector<bool>{false, true} : std::vector<bool>{false}; }
+
+std::vector<float> widened(DType dtype, const std::vector<std::uint16_t>& from, bool wide = kIsWide) {
   std::vector<float> to(from.size());
-  commlib::widen(dtype, to.data(), from.data(), from.size());
+  commlib::widen(dtype, to.data(), from.data(), from.size(), wide);
   return to;
 }
 
-std::vector<std::uint16_t> narrowed(DType dtype, const std::vector<float>& from) {
+std::vector<std::uint16_t> narrowed(DType dtype, const std::vector<float>& from, bool wide = kIsWide) {
   std::vector<std::uint16_t> to(from.size());
-  commlib::narrow(dtype, to.data(), from.data(), from.size());
+  commlib::narrow(dtype, to.data(), from.data(), from.size(), wide);
   return to;
 }
 
@@ -150,36 +155,45 @@ TEST_CASE("a NaN stays a quiet NaN, however small its payload") {
 }
 
 TEST_CASE("with and without the processor's instructions the bits are the same") {
-  if (!commlib::has_half_instructions()) MESSAGE("this processor has none");
+  if (!commlib::HalfChunk::is_supported()) MESSAGE("this processor has none");
   const auto values = random_floats(2'000'000);
   const auto all = all_16_bits();
   const std::vector<std::uint16_t> reversed(all.rbegin(), all.rend());
   for (const DType dtype : {DType::kFloat16, DType::kBfloat16}) {
     std::vector<float> wide(all.size());
     commlib::widen_portable(dtype, wide.data(), all.data(), all.size());
-    const auto helped_wide = widened(dtype, all);
-    int wrong = 0;
-    for (std::size_t i = 0; i < all.size(); ++i) {
-      const bool are_nan = std::isnan(wide[i]) && std::isnan(helped_wide[i]);  // of any kind, until they are narrowed
-      if (!are_nan && bits_of(wide[i]) != bits_of(helped_wide[i])) ++wrong;
-    }
-    CHECK(wrong == 0);
-
     std::vector<std::uint16_t> narrow(values.size());
     commlib::narrow_portable(dtype, narrow.data(), values.data(), values.size());
-    CHECK(narrow == narrowed(dtype, values));
+    for (const bool width : widths()) {
+      CAPTURE(width);
+      const auto helped_wide = widened(dtype, all, width);
+      int wrong = 0;
+      for (std::size_t i = 0; i < all.size(); ++i) {
+        const bool are_nan = std::isnan(wide[i]) && std::isnan(helped_wide[i]);  // of any kind, until they are narrowed
+        if (!are_nan && bits_of(wide[i]) != bits_of(helped_wide[i])) ++wrong;
+      }
+      CHECK(wrong == 0);
+      CHECK(narrow == narrowed(dtype, values, width));
+    }
 
     for (const ReduceOp op : {ReduceOp::kAverage, ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct}) {
       for (const std::size_t n : {2u, 3u, 5u}) {
         std::vector<std::uint16_t> third(all.begin() + 30'000, all.end());
         third.insert(third.end(), all.begin(), all.begin() + 30'000);
         const void* const sources[] = {all.data(), reversed.data(), third.data(), reversed.data(), all.data()};
-        std::vector<std::uint16_t> portable(all.size());
-        std::vector<std::uint16_t> helped(all.size());
         const commlib::Inputs in{sources, n};
+        std::vector<std::uint16_t> portable(all.size());
         commlib::combine_half_portable(dtype, op, 3, portable.data(), in, 0, all.size() - 7);
-        commlib::combine_half(dtype, op, 3, helped.data(), in, all.size() - 7);
-        CHECK(portable == helped);
+        for (const bool width : widths()) {
+          for (const std::size_t others : {0u, 1u, 2u}) {
+            CAPTURE(width);
+            CAPTURE(others);
+            std::vector<std::vector<std::uint16_t>> helped(3, std::vector<std::uint16_t>(all.size()));
+            void* const more[] = {helped[1].data(), helped[2].data()};
+            commlib::combine_half(dtype, op, 3, {helped[0].data(), more, others}, in, all.size() - 7, width);
+            for (std::size_t i = 0; i <= others; ++i) CHECK(portable == helped[i]);
+          }
+        }
       }
     }
   }
@@ -190,13 +204,14 @@ TEST_CASE("no element is lost at any length and alignment, and none behind the e
   for (const Format& format : {kFloat16, kBfloat16}) {
     const auto halves = narrowed(format.dtype, values);
     for (std::size_t length = 0; length <= 70; ++length) {
-      for (std::size_t shift = 0; shift < 4; ++shift) {
-        std::vector<std::byte> bytes(2 * length + shift + 2, std::byte{0xA5});
-        commlib::narrow(format.dtype, bytes.data() + shift, values.data(), length);
-        REQUIRE(std::memcmp(bytes.data() + shift, halves.data(), 2 * length) == 0);
+      for (std::size_t shift = 0; shift < 8; ++shift) {
+        const bool width = widths()[shift % widths().size()];
+        std::vector<std::byte> bytes(2 * length + shift / 2 + 2, std::byte{0xA5});
+        commlib::narrow(format.dtype, bytes.data() + shift / 2, values.data(), length, width);
+        REQUIRE(std::memcmp(bytes.data() + shift / 2, halves.data(), 2 * length) == 0);
         REQUIRE(bytes.back() == std::byte{0xA5});
         std::vector<float> wide(length + 1, 42.0F);
-        commlib::widen(format.dtype, wide.data(), bytes.data() + shift, length);
+        commlib::widen(format.dtype, wide.data(), bytes.data() + shift / 2, length, width);
         for (std::size_t i = 0; i < length; ++i) {
           const float one = format.dtype == DType::kFloat16 ? commlib::Float16{halves[i]}.number()
                                                             : commlib::Bfloat16{halves[i]}.number();
