@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What plain sockets can do: hosts, connected each with each, that send each other given numbers of bytes all at once.
 
-No byte waits for another one, and what arrives is dropped. It is no lower bound: connections that share a link do not
-share it equally, so that the last one ends late.
+No byte waits for another one. They come from memory and go to memory that is as large as what is exchanged: a small
+buffer would stay in the caches, which no exchange of tensors does. It is no lower bound: connections that share a link
+do not share it equally, so that the last one ends late.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 PORT = 7077  # and those that follow, on hosts of a lab, where nobody else is
-_CHUNK = 1 << 20
+_CHUNK = 1 << 20  # bytes of one call, at most
 _AT_ONCE = 64 << 10  # to each peer; that much fits into the buffers of the connections
 _CONNECT_S = 60.0
 _GO, _DONE = b"g", b"d"
@@ -51,8 +52,7 @@ class Mesh:
     def __init__(self, index: int, addresses: Sequence[str], port: int = PORT) -> None:
         self.index = index
         self._peers: dict[int, socket.socket] = {}
-        self._outgoing = memoryview(bytes(_CHUNK))
-        self._incoming = memoryview(bytearray(_CHUNK))
+        self._memory: dict[int, tuple[memoryview, memoryview]] = {}  # by peer: what goes there, what comes from there
         deadline = time.monotonic() + _CONNECT_S
         with socket.create_server((addresses[index], port), backlog=len(addresses)) as listener:
             for other in range(index):
@@ -93,14 +93,14 @@ class Mesh:
 
     def _at_once(self, amounts: dict[int, int]) -> None:
         for other, amount in amounts.items():
-            self._peers[other].sendall(self._outgoing[:amount])
+            self._peers[other].sendall(self._memory_of(other, amount)[0])
         for other, amount in amounts.items():
-            left = amount
-            while left:
-                left -= _some(self._peers[other].recv_into(self._incoming[:left]))
+            incoming = self._memory_of(other, amount)[1]
+            while incoming:
+                incoming = incoming[_some(self._peers[other].recv_into(incoming)) :]
 
     def _as_they_can(self, amounts: dict[int, int]) -> None:
-        to_send, to_get = dict(amounts), dict(amounts)
+        to_send, to_get = ({other: self._memory_of(other, amounts[other])[way] for other in amounts} for way in (0, 1))
         with selectors.EpollSelector() as selector:
             for other in amounts:
                 selector.register(self._peers[other], selectors.EVENT_READ | selectors.EVENT_WRITE, other)
@@ -108,16 +108,23 @@ class Mesh:
                 for key, events in selector.select():
                     other, peer = key.data, self._peers[key.data]
                     if events & selectors.EVENT_READ:
-                        part = self._incoming[: to_get[other]]
-                        to_get[other] -= _some(peer.recv_into(part, 0, socket.MSG_DONTWAIT))
+                        got = _some(peer.recv_into(to_get[other][:_CHUNK], 0, socket.MSG_DONTWAIT))
+                        to_get[other] = to_get[other][got:]
                     if events & selectors.EVENT_WRITE:
-                        part = self._outgoing[: to_send[other]]
-                        to_send[other] -= peer.send(part, socket.MSG_DONTWAIT)
-                    left = (to_get[other] > 0) * selectors.EVENT_READ | (to_send[other] > 0) * selectors.EVENT_WRITE
+                        sent = peer.send(to_send[other][:_CHUNK], socket.MSG_DONTWAIT)
+                        to_send[other] = to_send[other][sent:]
+                    left = bool(to_get[other]) * selectors.EVENT_READ | bool(to_send[other]) * selectors.EVENT_WRITE
                     if left == 0:
                         selector.unregister(peer)
                     elif left != key.events:
                         selector.modify(peer, left, other)
+
+    def _memory_of(self, other: int, amount: int) -> tuple[memoryview, memoryview]:
+        known = self._memory.get(other)
+        if known is None or len(known[0]) < amount:
+            # Written to, or else it would be one page of zeros.
+            known = self._memory[other] = (memoryview(b"\1" * amount), memoryview(bytearray(b"\1" * amount)))
+        return known[0][:amount], known[1][:amount]
 
 
 def _connect(address: tuple[str, int], index: int, deadline: float) -> socket.socket:

@@ -194,6 +194,25 @@ def scenario_metrics_are_averaged_by_samples() -> None:
             assert np.allclose(counting.logs[-1][f"{prefix}loss"], np.mean(difference**2), rtol=1e-5)
 
 
+def scenario_metrics_of_weighted_samples_in_uneven_batches() -> None:
+    """As many batches on all ranks, the last of which are of one sample and more."""
+    random = np.random.default_rng(3)
+    counts = [4 * 2 + 1 + rank % 3 for rank in range(bps.size())]
+    x = [random.standard_normal((count, 7)).astype("f") for count in counts]
+    y = [random.standard_normal((count, 3)).astype("f") for count in counts]
+    weights = [random.uniform(0, 2, count).astype("f") for count in counts]
+    model = network()
+    model.compile(DistributedOptimizer(keras.optimizers.SGD(0.0)), "mse")
+    mine = bps.rank()
+    average = callbacks.MetricAverageCallback()
+    history = model.fit(
+        x[mine], y[mine], sample_weight=weights[mine], batch_size=4, epochs=2, verbose=0, callbacks=[average]
+    )
+    losses = [np.mean((model(part).numpy() - y[rank]) ** 2, axis=1) * weights[rank] for rank, part in enumerate(x)]
+    # Keras divides by the number of samples, not by the sum of their weights.
+    assert np.allclose(history.history["loss"], np.sum(np.concatenate(losses)) / sum(counts), rtol=1e-5)
+
+
 def scenario_metrics_of_other_names() -> None:
     if bps.size() == 1:
         return

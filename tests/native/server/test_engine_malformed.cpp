@@ -10,6 +10,7 @@
 
 #include "desk.hpp"
 
+using commlib::test::tried;
 using desk::Collective;
 using desk::Desk;
 using desk::DType;

@@ -11,6 +11,7 @@ using commlib::Collective;
 using commlib::DType;
 using commlib::Errc;
 using commlib::ReduceOp;
+using commlib::test::tried;
 using job::Frame;
 using job::Job;
 using job::JobOptions;
