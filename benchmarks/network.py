@@ -241,8 +241,8 @@ def main() -> None:
         "Times are medians over the rounds of the slowest rank, of sums of float32 in place (commlib: in its arena).",
         f"Optimum: 2n(n−1)M/((n²+kn−2k)B) for n hosts, k servers, M bytes; B is the goodput of {STREAM}, both ways at "
         f"once, in the same round. {SAME_TRAFFIC}: what each host sends to each in that exchange, all at once over "
-        "plain sockets, from memory to memory; connections that share a link do so unequally, so it may take longer than "
-        "a sum.",
+        "plain sockets, from memory to memory; connections that share a link do so unequally, so it may take longer "
+        "than a sum.",
         "CPU time is user and system of all threads of both ranks; the scheduler, which rests, is not counted. Memory: "
         "the most that is there more than before; anonymous is RssAnon, pages of the arena are blocks of the memfd; "
         "the buffer itself was there before.",
