@@ -1,57 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations on their way, by name: what a step submits, and waits for later, perhaps in another call of the host.
+"""Operations that a step has left in flight, because it was broken off by a timeout.
 
-A step that is broken off by a timeout leaves operations in flight, which have their names and their memory. The next
-step that needs those names waits for them first.
+They have their names and their memory. The next step that needs those names waits for them first.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import commlib
 from commlib.api import session
 from commlib.errors import CommlibError, OperationTimeout
 
+Flight = tuple[str, commlib.Handle]  # an operation's name, and its handle
+
 _lock = threading.Lock()
-_handles: dict[str, commlib.Handle] = {}
-_steps: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()  # by session: of another one, others take part
+_left_over: dict[str, commlib.Handle] = {}
+_whose: Any = None  # a weak reference to the session whose operations these are
+_steps: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()  # in another one, others take part
 
 
-def submit(name: str, start: Callable[[], commlib.Handle]) -> None:
-    """Start the operation of this name, which is in flight until somebody has waited for it."""
+def settle(name: str) -> None:
+    """Before an operation of this name is submitted: wait for the one that an earlier step has left."""
+    global _whose
     with _lock:
-        left_over = _handles.get(name)
-    if left_over is not None:
-        try:
-            left_over.wait()
-        except OperationTimeout:
-            raise  # and it stays known
-        except CommlibError:
-            pass  # the step that submitted it has ended, with that or with another error
-    handle = start()
+        if _whose is None or _whose() is not session():
+            _left_over.clear()  # they ended with their session
+            _whose = weakref.ref(session())
+        handle = _left_over.get(name)
+    if handle is None:
+        return
+    try:
+        handle.wait()
+    except OperationTimeout:
+        raise  # and it stays known
+    except CommlibError:
+        pass  # the step that submitted it has ended, with that or with another error
     with _lock:
-        _handles[name] = handle
+        if _left_over.get(name) is handle:
+            del _left_over[name]
 
 
-def wait(names: Sequence[str]) -> list[Any]:
-    """Their results. Waits for all, then raises the first error; after a timeout they stay known."""
+def leave(flights: Sequence[Flight]) -> None:
+    """The step that has submitted these ends without having waited for them."""
+    with _lock:
+        _left_over.update(flights)
+
+
+def wait(flights: Sequence[Flight]) -> list[Any]:
+    """Their results. Waits for all, then raises the first error; after a timeout the rest is left over."""
     results, errors = [], []
-    for name in names:
-        with _lock:
-            handle = _handles[name]
+    for number, (_, handle) in enumerate(flights):
         try:
             results.append(handle.wait())
         except OperationTimeout:
+            leave(flights[number:])
             raise
         except CommlibError as error:
             errors.append(error)
-        with _lock:
-            del _handles[name]
     if errors:
         raise errors[0]
     return results

@@ -14,6 +14,8 @@ round, guard against changes.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +33,8 @@ from commlib.tensorflow.sparse import gathered
 MAX_GROUPS = 4  # a dtype
 LEAST_GROUP_BYTES = 1 << 20
 
-_agreed: set[str] = set()  # names whose gradients have been compared
+# Names whose gradients have been compared, by session: in another one there may be ranks that have not.
+_agreed: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 class _Group:
@@ -56,6 +59,8 @@ class _Step:
         self._op = op
         self._name = name
         self._facts = facts
+        self._lock = threading.Lock()
+        self._pending: dict[int, flights.Flight] = {}  # by group
         commlib.declare([(self._name_of(i), sum(g.counts) * g.wire.size) for i, g in enumerate(groups)])
 
     def _name_of(self, number: int) -> str:
@@ -69,21 +74,25 @@ class _Step:
         # A view of each costs as much as a small gradient's copy.
         parts = arrays if group.are_flat else [array.reshape(-1) for array in arrays]
         np.concatenate(parts, out=flat, casting="unsafe")
+        with self._lock:
+            left_over = self._pending.pop(number, None)  # of a step that ended before its last call
+        if left_over is not None:
+            flights.leave([left_over])
         name = self._name_of(number)
-        flights.submit(
+        flights.settle(name)
+        handle = session().worker.push_pull_ptr(
+            flat.ctypes.data,
+            flat.size,
+            group.wire.name,
+            None,
             name,
-            lambda: session().worker.push_pull_ptr(
-                flat.ctypes.data,
-                flat.size,
-                group.wire.name,
-                None,
-                name,
-                self._op,
-                number,  # the last to come is the first that is needed
-                flat,
-                group.signature,
-            ),
+            self._op,
+            number,  # the last to come is the first that is needed
+            flat,
+            group.signature,
         )
+        with self._lock:
+            self._pending[number] = name, handle
         return [np.zeros((), np.int32)]
 
     def finish(self, *inputs: Any) -> list[Any]:
@@ -91,7 +100,9 @@ class _Step:
         before = len(self._groups) - 1
         self.submit(before, *inputs[before:])
         results = []
-        flats = flights.wait([self._name_of(number) for number in range(len(self._groups))])
+        with self._lock:
+            pending = [self._pending.pop(number) for number in range(len(self._groups))]
+        flats = flights.wait(pending)
         for group, flat in zip(self._groups, flats, strict=True):
             if group.wire is not group.dtype:
                 wide = host.empty(flat.shape, group.dtype)
@@ -102,10 +113,11 @@ class _Step:
         return results
 
     def _compare(self) -> None:
-        if self._name in _agreed:
+        agreed = _agreed.setdefault(session(), set())
+        if self._name in agreed:
             return
         agree("gradients", self._facts, None, self._name)
-        _agreed.add(self._name)
+        agreed.add(self._name)
 
 
 def reduce_gradients(

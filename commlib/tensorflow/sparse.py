@@ -33,31 +33,33 @@ def gathered(slices: Sequence[tf.IndexedSlices], op: ReduceOp, name: str) -> lis
         host.check_dtype(one.values.dtype)
     rank, size = commlib.rank(), commlib.size()
 
-    def add_up(step: int, name: str, array: Any) -> None:
+    def add_up(step: int, name: str, array: Any) -> flights.Flight:
+        flights.settle(name)
         # That all are in the same step is a part of what the core compares.
-        worker = session().worker
-        flights.submit(
-            name,
-            lambda: worker.push_pull_ptr(
-                array.ctypes.data, array.size, array.dtype.name, None, name, Sum, 0, array, [step, *array.shape]
-            ),
+        shape = [step, *array.shape]
+        return name, session().worker.push_pull_ptr(
+            array.ctypes.data, array.size, array.dtype.name, None, name, Sum, 0, array, shape
         )
 
     def run(*arrays: Any) -> list[Any]:
         step = flights.step(name)
         counts = np.zeros((size, len(slices)), np.int64)
         counts[rank] = [len(values) for values in arrays[0::2]]
-        add_up(step, f"{name}.counts", counts)
-        flights.wait([f"{name}.counts"])
-        for number, array in enumerate(arrays):
-            column = counts[:, number // 2]
-            begin = int(column[:rank].sum())
-            result = commlib.zeros((int(column.sum()), *array.shape[1:]), array.dtype)
-            result[begin : begin + len(array)] = array
-            if op == Average and number % 2 == 0:
-                np.divide(result, size, out=result, casting="unsafe")
-            add_up(step, f"{name}.{number}", result)
-        return flights.wait([f"{name}.{number}" for number in range(len(arrays))])
+        flights.wait([add_up(step, f"{name}.counts", counts)])
+        submitted: list[flights.Flight] = []
+        try:
+            for number, array in enumerate(arrays):
+                column = counts[:, number // 2]
+                begin = int(column[:rank].sum())
+                result = commlib.zeros((int(column.sum()), *array.shape[1:]), array.dtype)
+                result[begin : begin + len(array)] = array
+                if op == Average and number % 2 == 0:
+                    np.divide(result, size, out=result, casting="unsafe")
+                submitted.append(add_up(step, f"{name}.{number}", result))
+        except BaseException:
+            flights.leave(submitted)
+            raise
+        return flights.wait(submitted)
 
     inputs = [tensor for one in slices for tensor in (one.values, one.indices)]
     outputs = host.call(run, inputs, [tensor.dtype for tensor in inputs])

@@ -5,7 +5,8 @@
 // holds as much as the congestion window, which a slow link lets grow until a queue somewhere is full: at 300 Mbit/s
 // ten milliseconds and more. A link needs no more than its rate times the round trip to be full, and what leaves it
 // while our thread is not running. So a stream that is seen to be slow is bounded to that (after "Bufferbloat", Gettys
-// and Nichols 2011, at the sender's end of it); one that is fast is left to the kernel.
+// and Nichols 2011, at the sender's end of it); one that is fast is left to the kernel, and so is one to far away, whose
+// round trip is longer than what is added for our thread: bounded too low by mistake, it would never be seen to be faster.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +26,7 @@ class SendBound {
   std::int64_t looked_ms_ = 0;
   std::uint64_t acked_bytes_ = 0;  // of the look before, as is `busy_us_`
   std::uint64_t busy_us_ = 0;
+  std::uint32_t round_trip_us_ = UINT32_MAX;
   std::uint32_t bound_ = 0;  // what was set, 0 while it never was or no longer is
 };
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -244,9 +243,7 @@ def scenario_what_goes_with_slices_is_waited_for() -> None:
                 raise MismatchError(f"number {self.number}")
 
     names = [f"slices.{number}" for number in range(3)]
-    for number, name in enumerate(names):
-        flights.submit(name, functools.partial(Fails, number))  # type: ignore[arg-type]
-    error, text = message_of(lambda: flights.wait(names))
+    error, text = message_of(lambda: flights.wait([(name, Fails(i)) for i, name in enumerate(names)]))  # type: ignore[misc]
     assert (error, text) == ("MismatchError", "number 0")
     assert waited == [0, 1, 2]
 

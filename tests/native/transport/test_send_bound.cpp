@@ -55,6 +55,7 @@ TEST_CASE("a stream may have as much in the kernel as it needs") {
   CHECK(SendBound::bytes_for(40 * kMBps, 1'000) == 120'000);
   CHECK(SendBound::bytes_for(131 * kMBps, 0) == 262'000);
   CHECK(SendBound::bytes_for(132 * kMBps, 0) == 0);
+  CHECK(SendBound::bytes_for(1 * kMBps, 2'001) == 0);
   CHECK(SendBound::bytes_for(40 * kMBps, 50'000) == 0);             // far away
   CHECK(SendBound::bytes_for(50'000 * kMBps, 4'000'000'000) == 0);  // no overflow
 }
@@ -62,17 +63,8 @@ TEST_CASE("a stream may have as much in the kernel as it needs") {
 TEST_CASE("a slow stream is bounded, until it is fast") {
   const FdPair pair = tcp_pair();
   SendBound bound;
-  const int before = send_buffer(pair.first);
   CHECK(carry_until(pair, bound, true, [&] { return send_buffer(pair.first) == 64 * 1024; }));
-  CHECK(carry_until(pair, bound, false, [&] { return send_buffer(pair.first) >= before; }));
-  CHECK(send_buffer(pair.first) > 256 * 1024);
-}
-
-TEST_CASE("a fast stream is left to the kernel") {
-  const FdPair pair = tcp_pair();
-  SendBound bound;
-  int calls = 0;
-  CHECK(carry_until(pair, bound, false, [&] { return ++calls > 100 && send_buffer(pair.first) > 256 * 1024; }));
+  CHECK(carry_until(pair, bound, false, [&] { return send_buffer(pair.first) > 256 * 1024; }));
 }
 
 TEST_CASE("a socket that is no TCP is left alone") {
