@@ -36,7 +36,8 @@ std::uint32_t SendBound::bytes_for(std::uint64_t bytes_per_s, std::uint32_t roun
 void SendBound::on_full(int socket) noexcept {
   const std::int64_t now = now_ms();
   const std::int64_t passed_ms = now - looked_ms_;
-  if (passed_ms < kLookMs) return;
+  if (now - asked_ms_ < kLookMs) return;
+  asked_ms_ = now;
   tcp_info info;
   socklen_t length = sizeof info;
   if (::getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &length) != 0 ||

@@ -23,7 +23,8 @@ class SendBound {
   [[nodiscard]] static std::uint32_t bytes_for(std::uint64_t bytes_per_s, std::uint32_t round_trip_us) noexcept;
 
  private:
-  std::int64_t looked_ms_ = 0;
+  std::int64_t asked_ms_ = 0;      // when the kernel was asked last
+  std::int64_t looked_ms_ = 0;     // when it had something to tell
   std::uint64_t acked_bytes_ = 0;  // of the look before, as is `busy_us_`
   std::uint64_t busy_us_ = 0;
   std::uint32_t round_trip_us_ = UINT32_MAX;
