@@ -36,13 +36,15 @@ std::uint32_t SendBound::bytes_for(std::uint64_t bytes_per_s, std::uint32_t roun
 void SendBound::on_full(int socket) noexcept {
   const std::int64_t now = now_ms();
   const std::int64_t passed_ms = now - looked_ms_;
-  if (now - asked_ms_ < kLookMs) return;
+  if (now < asked_ms_ || now - asked_ms_ < kLookMs) return;
   asked_ms_ = now;
   tcp_info info;
   socklen_t length = sizeof info;
   if (::getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &length) != 0 ||
-      length < offsetof(tcp_info, tcpi_rwnd_limited))
+      length < offsetof(tcp_info, tcpi_rwnd_limited)) {
+    asked_ms_ = INT64_MAX;  // no TCP, or a kernel that does not say: never again
     return;
+  }
   // What was long ago, and small frames meanwhile, tell nothing of how fast it is now.
   const bool is_recent = passed_ms < kRecentMs;
   const std::uint64_t busy_us = info.tcpi_busy_time - busy_us_;

@@ -39,8 +39,6 @@ _CALLS = Path(__file__).with_name("calls.py")
 _BINDING = re.compile(r"__pyx_pw_\w*(Worker_\d+push_pull(_now)?|Handle_\d+wait)\b")
 # Whether these are system calls depends on the machine.
 _CLOCKS = {"clock_gettime", "gettimeofday", "time"}
-# How often the transport looks at its sockets depends on time (src/transport/send_bound.hpp).
-_BY_TIME = {"getsockopt", "setsockopt"}
 # The C library copies and compares with the best instructions that a processor has; here with those that all have. What
 # `rep movsb` copies would count byte by byte.
 _PLAIN_LIBC = "glibc.cpu.hwcaps=-AVX_Fast_Unaligned_Load,-AVX2,-AVX512F,-SSSE3,-ERMS"
@@ -190,6 +188,6 @@ def _system_calls(program: list[str], folder: Path) -> Counts:
         raise CountingError(f"{len(cases)} cases, but {len(marks)} marks: {MARK} is called elsewhere, or not at all")
     counts: Counts = {}
     for (name, operations), begin, end in zip(cases, marks[::2], marks[1::2], strict=True):
-        found = Counter(call for call in calls[begin + 1 : end] if call not in _CLOCKS | _BY_TIME)
+        found = Counter(call for call in calls[begin + 1 : end] if call not in _CLOCKS)
         counts[name] = {call: count / operations for call, count in sorted(found.items())}
     return counts

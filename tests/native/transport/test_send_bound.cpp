@@ -1,8 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the kernel may hold of a stream: little of a slow one, as much as it likes of a fast one.
-#include <poll.h>
-
-#include <array>
 #include <chrono>
 #include <thread>
 #include <vector>
